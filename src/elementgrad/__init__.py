@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from elementgrad._show.plot import plot as plot
     from elementgrad._show.report import report as report
     from elementgrad._sparsity.pattern import Pattern as Pattern
-    from elementgrad._train.algebra import Conflicts as Conflicts
-    from elementgrad._train.algebra import merge as merge
     from elementgrad._train.api import apply as apply
     from elementgrad._train.api import patches as patches
     from elementgrad._train.api import trainable as trainable
     from elementgrad._train.diff import diff as diff
     from elementgrad._train.elements import Elements as Elements
     from elementgrad._train.elements import Uses as Uses
+    from elementgrad._train.patch import Conflicts as Conflicts
     from elementgrad._train.patch import Patch as Patch
     from elementgrad._train.patch import inspect as inspect
+    from elementgrad._train.patch import merge as merge
     from elementgrad._train.top import top as top
     from elementgrad._watch.api import Watch as Watch
     from elementgrad._watch.api import WatchReplay as WatchReplay
@@ -101,11 +101,10 @@ _MODULES = {
         "_show.plot": ("plot",),
         "_show.report": ("report",),
         "_sparsity.pattern": ("Pattern",),
-        "_train.algebra": ("merge", "Conflicts"),
         "_train.api": ("trainable", "apply", "patches"),
         "_train.diff": ("diff",),
         "_train.elements": ("Elements", "Uses"),
-        "_train.patch": ("inspect", "Patch"),
+        "_train.patch": ("inspect", "merge", "Patch", "Conflicts"),
         "_train.top": ("top",),
         "_watch.api": ("watch", "Watch", "WatchReplay"),
         "errors": (

@@ -8,8 +8,8 @@ and before each forward, in Keras with every write to the leaf; in JAX `elements
 compute the gradients of the elements alone where they can, and gather them from a dense gradient otherwise.
 
 A patch is the difference: entries (entries.py) with values, originals and a fingerprint of the tensor (fingerprint.py),
-as a value (patch.py) and as a safetensors file (patch_file.py, gaps.py). Training makes one, and so does `eg.diff` of
-two sets of weights (diff.py). Patches compose, invert and merge (algebra.py), and are read and written in the formats
-of others (formats.py). `eg.apply` checks one against the model's history of changes (history.py). Weights in a file
-(weights.py) or a folder of shards (folder.py) are a model as well. `top.py` finds places that are worth training.
+as a value that composes, inverts and merges (patch.py), and as a safetensors file (patch_file.py, gaps.py). Training
+makes one, and so does `eg.diff` of two sets of weights (diff.py). Others are read and written as well (formats.py).
+`eg.apply` checks one against the model's history of changes (history.py). Weights in a file (weights.py) or a folder
+of shards (folder.py) are a model as well. `top.py` finds places that are worth training.
 """

@@ -18,12 +18,11 @@ import numpy as np
 from elementgrad._files import replace_file
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
-from elementgrad._train.algebra import Change
 from elementgrad._train.diff import take_rows, weights_of
 from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.numbers import VIEWS, BitArray
-from elementgrad._train.patch import Patch
+from elementgrad._train.patch import Change, Patch, group_by_name
 from elementgrad._train.weights import FileTensor, Weights, pack_tensors
 from elementgrad.errors import DtypeError, OptionError, PatchError, warn
 
@@ -253,8 +252,7 @@ def _module_of(name: str) -> str:
 
 def _write_flat(patch: Patch, path: str | os.PathLike[str]) -> None:
     tensors = {}
-    for name in dict.fromkeys(entry.name for entry in patch.entries):
-        entries = [entry.sort() for entry in patch.entries if entry.name == name]
+    for name, entries in group_by_name(entry.sort() for entry in patch.entries).items():
         positions = np.concatenate([entry.indices for entry in entries])
         values = np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])
         order = np.argsort(positions, kind="stable")
@@ -287,14 +285,13 @@ def _rows_of(patch: Patch, base: Weights | None) -> tuple[str, np.ndarray, BitAr
 
 
 def _write_shira(patch: Patch, path: Path) -> None:
-    changes: dict[str, list[Entry]] = {}
     for entry in patch.entries:
         if len(entry.shape) != 2 or entry.dtype not in ("float32", "float64"):
             raise PatchError(
                 f"{entry.label} is {entry.dtype} of shape {entry.shape}, and SHiRA adds to matrices; its differences "
                 "are exact enough in float32 and float64 alone"
             )
-        changes.setdefault(entry.name, []).append(entry)
+    changes = group_by_name(patch.entries)
     rank, tensors, inexact = 1, {}, 0
     for entries in changes.values():
         count = sum(len(entry.indices) for entry in entries)
