@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import elementgrad as eg
 from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import CHUNK, SAMPLE, _sample, fingerprint, fits
+from elementgrad._train.history import BitsAt
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from tests.support.made import counts
@@ -176,8 +177,8 @@ def test_a_full_fingerprint_sees_every_element_and_a_sample_few():
     tensor[missed] = 1.0
     assert not fits(full, tensor.shape, "float32", reads(tensor))
     assert fits(sampled, tensor.shape, "float32", reads(tensor))
-    known = {"positions": np.array([missed]), "bits": np.zeros((1, 4), np.uint8)}
-    assert fits(full, tensor.shape, "float32", reads(tensor), **known)
+    known = BitsAt(np.array([missed]), np.zeros((1, 4), np.uint8))
+    assert fits(full, tensor.shape, "float32", reads(tensor), known)
 
 
 def test_a_sample_reads_few_elements_of_a_tensor_of_any_size():
@@ -206,7 +207,7 @@ def test_made_disjoint_changes_leave_the_fingerprint_in_any_order(full):
             for part in (first, second):
                 tensor[part] += 1.0
                 known = np.concatenate([known, part])
-                assert fits(before, (size,), "float64", reads(tensor), positions=known, bits=reads(original)(known))
+                assert fits(before, (size,), "float64", reads(tensor), BitsAt(known, reads(original)(known)))
 
     composes()
 
@@ -215,4 +216,4 @@ def test_an_invalid_fingerprint_is_refused():
     with pytest.raises(eg.PatchError, match="'md5:1' is not a fingerprint, which is sample: or full:"):
         fits("md5:1", (1,), "float32", reads(np.zeros(1)))
     with pytest.raises(eg.PatchError, match="give one row of bits per position"):
-        fingerprint((1,), "float32", reads(np.zeros(1)), positions=np.array([0]))
+        fingerprint((1,), "float32", reads(np.zeros(1)), BitsAt(np.array([0]), np.zeros((0, 4), np.uint8)))

@@ -23,18 +23,16 @@ from elementgrad._place.place import Place
 from elementgrad._train.diff import weights_of
 from elementgrad._train.elements import Elements
 from elementgrad._train.entries import (
-    BitsAt,
     Entry,
     MappedEntry,
     Names,
     element_text,
     map_entries,
-    overlay,
     place_label,
 )
 from elementgrad._train.fingerprint import fingerprint, fits
 from elementgrad._train.folder import Folder, read_weights, write_weights
-from elementgrad._train.history import ElementChange, ReadBytes, are_among
+from elementgrad._train.history import BitsAt, ElementChange, ReadBytes, are_among, first_bits
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.routing import check_disjoint, resolve, resolve_all, trainer_of
@@ -357,7 +355,7 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     # The bytes in the order of the source, as a checksum of them depends on it.
     in_source_order = mapped.to_model(source.indices)
     now = read(in_source_order)
-    if source.originals_match(now) and _fits(mapped, dtype, read, None, None):
+    if source.originals_match(now) and _fits(mapped, dtype, read, None):
         # Made for the tensor as it is now, whatever was changed before.
         return target if mapped.is_transposed else replace(target, current=source.originals or BitArray(dtype, now))
     earlier = history.find_overlap(entry.indices)
@@ -367,7 +365,7 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
             f"{entry.label} overlaps {earlier.place}, which was changed before; undo that first, or give overwrite=True"
         )
     same = source.originals_match(history.bytes_before(in_source_order))
-    if not same or not _fits(mapped, dtype, read, *history.originals()):
+    if not same or not _fits(mapped, dtype, read, history.originals()):
         raise PatchError(
             f"{entry.name} is not the tensor that the patch was made for: "
             + ("other elements of it differ" if same else f"{entry.label} has other values there")
@@ -388,13 +386,12 @@ def _place_in(trainer: Trainer, mapped: MappedEntry, tensor: Tensor) -> Place:
     return target.place
 
 
-def _fits(mapped: MappedEntry, dtype: str, read: ReadBytes, positions: np.ndarray | None, bits: Any) -> bool:
-    """Return True if the fingerprint of an entry is that of a tensor, with other bytes at positions of the model's."""
+def _fits(mapped: MappedEntry, dtype: str, read: ReadBytes, originals: BitsAt | None) -> bool:
+    """Return True if the fingerprint of an entry is that of a tensor, of which some elements have these originals."""
     source = mapped.source
-    changed = None if positions is None else BitsAt(mapped.to_source(positions), bits)
-    changed = overlay(changed, source.since)
-    former = {} if changed is None else {"positions": changed.positions, "bits": changed.bits}
-    return fits(source.fingerprint, source.shape, dtype, lambda some: read(mapped.to_model(some)), **former)
+    known = None if originals is None else BitsAt(mapped.to_source(originals.positions), originals.bits)
+    before = first_bits([source.since, known])
+    return fits(source.fingerprint, source.shape, dtype, lambda some: read(mapped.to_model(some)), before)
 
 
 def _require_tied(trainer: Trainer, tensor: Any, name: str, tied_in_patch: Sequence[str]) -> None:
@@ -553,15 +550,15 @@ def reverse_patch(model: Any, patches: Sequence[Patch]) -> Patch:
         values = BitArray(dtype, read(entry.indices))
         if values != entry.values.round_to(dtype):
             raise PatchError(f"{entry.label} does not hold the values of the patch; there is nothing to undo")
-        before = overlay(_first_originals([other for other in entries if other.name == entry.name]), entry.since)
-        assert before is not None
-        if not fits(entry.fingerprint, entry.shape, dtype, read, positions=before.positions, bits=before.bits):
+        same = [other for other in entries if other.name == entry.name]
+        known = [BitsAt(other.indices, other.require_originals("taking it back").bits) for other in same]
+        if not fits(entry.fingerprint, entry.shape, dtype, read, first_bits([entry.since, *known])):
             raise PatchError(
                 f"{entry.name} is not the tensor that the patch was made for: other elements of it differ; undo "
                 "what was applied later first, or together with it"
             )
-        known = fingerprint(entry.shape, dtype, read)
-        reverse.append(replace(entry, values=originals, originals=values, fingerprint=known, since=None))
+        mark = fingerprint(entry.shape, dtype, read)
+        reverse.append(replace(entry, values=originals, originals=values, fingerprint=mark, since=None))
     return Patch(tuple(reverse))
 
 
@@ -575,10 +572,3 @@ def patch_state(weights: Weights, patch: Patch) -> tuple[str, str | None]:
             reverse_patch(weights, [patch])
             return "is applied", None
         return "does not fit", str(error)
-
-
-def _first_originals(entries: Sequence[Entry]) -> BitsAt:
-    """Return the positions that entries change, and the bytes there before the first of them."""
-    positions, first = np.unique(np.concatenate([entry.indices for entry in entries]), return_index=True)
-    bits = [entry.require_originals("taking it back").bits for entry in entries]
-    return BitsAt(positions, np.concatenate(bits)[first])

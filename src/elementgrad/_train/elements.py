@@ -618,7 +618,6 @@ def patch_of(elements: Elements, full: bool = False) -> Patch:
 def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
     dtype = trainer.dtype_name(group.originals)
     history = trainer.history(group.tensor)
-    positions, bits = history.originals()
     read = trainer.byte_reader(group.tensor)
     name = trainer.stable_name(group.name)
     return Entry(
@@ -629,7 +628,7 @@ def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
         indices=group.positions,
         values=BitArray(*trainer.read_bits(group.leaf)),
         originals=BitArray(dtype, history.bytes_before(group.positions)),
-        fingerprint=fingerprint(group.shape, dtype, read, positions=positions, bits=bits, full=full),
+        fingerprint=fingerprint(group.shape, dtype, read, history.originals(), full),
         tied=tuple(
             trainer.stable_name(other)
             for other, tensor in trainer.named_parameters()

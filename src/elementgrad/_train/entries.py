@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from elementgrad._place.grammar import nearest
 from elementgrad._place.index import Index, IndexArray, Span, to_text
 from elementgrad._place.place import Place
 from elementgrad._train.fingerprint import require_fingerprint
-from elementgrad._train.history import ascends
+from elementgrad._train.history import BitsAt, ascends
 from elementgrad._train.numbers import VIEWS, BitArray, is_floating
 from elementgrad.errors import DuplicateError, OptionError, PatchError, quoted
 
@@ -70,22 +70,6 @@ class PlaceText:
             raise AttributeError  # no default
         place = entry.__dict__["_place"]
         return place if isinstance(place, str) else str(entry.where)
-
-
-class BitsAt(NamedTuple):
-    """Bytes at some positions of a tensor, one row each; the positions ascend."""
-
-    positions: np.ndarray
-    bits: np.ndarray
-
-
-def overlay(below: BitsAt | None, above: BitsAt | None) -> BitsAt | None:
-    """Return the bytes of both, those above where both have some; positions ascend."""
-    if below is None or above is None:
-        return below if above is None else above
-    positions = np.concatenate([above.positions, below.positions])
-    unique, first = np.unique(positions, return_index=True)
-    return BitsAt(unique, np.concatenate([above.bits, below.bits])[first])
 
 
 @dataclass(frozen=True, eq=False)

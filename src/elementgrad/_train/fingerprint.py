@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from elementgrad._train.history import ReadBytes, ascends
+from elementgrad._train.history import BitsAt, ReadBytes, first_bits
 from elementgrad.errors import PatchError
 
 SAMPLE = 64
@@ -21,62 +21,48 @@ def fingerprint(
     shape: Sequence[int],
     dtype: str,
     read: ReadBytes,
-    *,
-    positions: np.ndarray | None = None,
-    bits: np.ndarray | None = None,
+    originals: BitsAt | None = None,
     full: bool = False,
 ) -> str:
     """Return a text that tells a tensor from others by shape, dtype and a sample of its elements, or by all.
 
-    At changed `positions`, the original `bits` count in place of the tensor's. So the fingerprint is that of the
-    original tensor, whichever patches are applied to it, and patches of disjoint elements fit in any order.
+    Where elements were changed, their `originals` count in place of what is there now. So the fingerprint is that of
+    the original tensor, whichever patches are applied to it, and patches of disjoint elements fit in any order.
 
     >>> import numpy as np
     >>> from elementgrad._train.fingerprint import fingerprint
+    >>> from elementgrad._train.history import BitsAt
     >>> w = np.arange(6, dtype=np.float32)
     >>> read = lambda positions: w[positions, None].view(np.uint8)
-    >>> before, first = fingerprint((2, 3), "float32", read), read(np.array([4]))
+    >>> before, original = fingerprint((2, 3), "float32", read), BitsAt(np.array([4]), read(np.array([4])))
     >>> w[4] = 10.0
     >>> fingerprint((2, 3), "float32", read) == before
     False
-    >>> fingerprint((2, 3), "float32", read, positions=np.array([4]), bits=first) == before
+    >>> fingerprint((2, 3), "float32", read, original) == before
     True
     """
     size = math.prod(shape)
-    changed = np.asarray([] if positions is None else positions, np.int64)
-    former = np.zeros((0, 1), np.uint8) if bits is None else np.asarray(bits, np.uint8)
-    if changed.ndim != 1 or former.ndim != 2 or len(changed) != len(former):
+    if originals is not None and len(originals.positions) != len(originals.bits):
         raise PatchError(
-            f"positions of shape {changed.shape} and bits of shape {former.shape}; give one row of bits per position"
+            f"positions of shape {originals.positions.shape} and bits of shape {originals.bits.shape}; give one row of "
+            "bits per position"
         )
-    if not ascends(changed):
-        order = np.argsort(changed, kind="stable")
-        changed, former = changed[order], former[order]
+    ascending = first_bits([originals])
     digest = hashlib.sha256(json.dumps([list(map(int, shape)), dtype]).encode())
     for some in _chunks(size) if full else [_sample(size)]:
         if not some.size:
             continue
         content = np.array(read(some), np.uint8).reshape(some.size, -1)
-        at = np.searchsorted(changed, some)
-        hit = np.flatnonzero(changed[np.minimum(at, changed.size - 1)] == some) if changed.size else at[:0]
-        content[hit] = former[at[hit]]
+        if ascending is not None:
+            ascending.write_over(content, some)
         digest.update(content.tobytes())
     return f"{'full' if full else 'sample'}:{digest.hexdigest()}"
 
 
-def fits(
-    text: str,
-    shape: Sequence[int],
-    dtype: str,
-    read: ReadBytes,
-    *,
-    positions: np.ndarray | None = None,
-    bits: np.ndarray | None = None,
-) -> bool:
+def fits(text: str, shape: Sequence[int], dtype: str, read: ReadBytes, originals: BitsAt | None = None) -> bool:
     """Return True if a fingerprint, sampled or full, is that of a tensor."""
     require_fingerprint(text)
-    full = text.startswith("full:")
-    return text == fingerprint(shape, dtype, read, positions=positions, bits=bits, full=full)
+    return text == fingerprint(shape, dtype, read, originals, full=text.startswith("full:"))
 
 
 def require_fingerprint(text: str) -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,29 @@ def are_among(positions: np.ndarray, others: np.ndarray) -> np.ndarray:
     if not ascends(others):
         return np.isin(positions, others)
     return others[np.minimum(np.searchsorted(others, positions), others.size - 1)] == positions
+
+
+class BitsAt(NamedTuple):
+    """Bytes at some positions of a tensor, one row each."""
+
+    positions: np.ndarray
+    bits: np.ndarray
+
+    def write_over(self, content: np.ndarray, positions: np.ndarray) -> None:
+        """Replace rows of bytes that were read at some positions by those known here, whose positions must ascend."""
+        if len(self.positions):
+            at = np.minimum(np.searchsorted(self.positions, positions), len(self.positions) - 1)
+            known = self.positions[at] == positions
+            content[known] = self.bits[at[known]]
+
+
+def first_bits(parts: Iterable[BitsAt | None]) -> BitsAt | None:
+    """Return the bytes of all parts at ascending positions; where several have some, those of the first."""
+    some = [part for part in parts if part is not None]
+    if not some or (len(some) == 1 and ascends(some[0].positions)):
+        return some[0] if some else None
+    positions, first = np.unique(np.concatenate([part.positions for part in some]), return_index=True)
+    return BitsAt(positions, np.concatenate([part.bits for part in some])[first])
 
 
 @dataclass(eq=False)
@@ -86,11 +109,6 @@ class TensorHistory:
         """Add the latest change."""
         change.number = next(_numbers)
         self._all.append(change)
-
-    def remove(self, change: ElementChange) -> None:
-        """Remove a change that was undone."""
-        if change in self._all:
-            self._all.remove(change)
 
     def remove_all(self, changes: Iterable[ElementChange]) -> None:
         """Remove changes, where they are there."""
@@ -152,24 +170,16 @@ class TensorHistory:
                 return change, next(later for later in after if np.isin(change.positions, later.positions).any())
         return None
 
-    def originals(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def originals(self) -> BitsAt | None:
         """Return the positions that were changed, each once, and the bytes there before the first change."""
-        changes = self.changes()
-        if not changes:
-            return None, None
-        if len(changes) == 1 and ascends(changes[0].positions):
-            return changes[0].positions, changes[0].bits
-        positions, first = np.unique(np.concatenate([change.positions for change in changes]), return_index=True)
-        return positions, np.concatenate([change.bits for change in changes])[first]
+        return first_bits(BitsAt(change.positions, change.bits) for change in self.changes())
 
     def bytes_before(self, positions: np.ndarray) -> np.ndarray:
         """Return the bytes at some positions before the first change."""
         bits = np.array(self._read(positions))
-        changed, former = self.originals()
-        if changed is not None and former is not None:
-            at = np.minimum(np.searchsorted(changed, positions), len(changed) - 1)
-            hit = changed[at] == positions
-            bits[hit] = former[at[hit]]
+        originals = self.originals()
+        if originals is not None:
+            originals.write_over(bits, positions)
         return bits
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from elementgrad._files import replace_file
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.place import Place
-from elementgrad._train.entries import BitsAt, Entry, check_same_tensor, element_text, overlay
+from elementgrad._train.entries import Entry, check_same_tensor, element_text
 from elementgrad._train.fingerprint import sample_positions
-from elementgrad._train.history import are_among
+from elementgrad._train.history import BitsAt, are_among, first_bits
 from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch_file import PatchFile, encode_entries, pack
 from elementgrad.errors import ElementgradError, OptionError, PatchError
@@ -276,7 +276,7 @@ def _join(entries: Sequence[Entry], what: str) -> Change:
     originals = np.concatenate([entry.require_originals(what).bits for entry in entries])
     values = np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])
     order = np.argsort(positions, kind="stable")
-    since = reduce(overlay, [entry.since for entry in entries])
+    since = first_bits(entry.since for entry in reversed(entries))
     return Change(replace(entries[0], since=since), positions[order], originals[order], values[order])
 
 
@@ -319,7 +319,7 @@ def _since(change: Change) -> BitsAt | None:
     if entry.fingerprint.startswith("sample:"):  # others do not count
         counted = are_among(positions, sample_positions(entry.shape))
         positions, originals, values = positions[counted], originals[counted], values[counted]
-    former = overlay(BitsAt(positions, originals), entry.since)
+    former = first_bits([entry.since, BitsAt(positions, originals)])
     assert former is not None
     # Bytes that the change has brought back to those of the fingerprinted tensor need no mention.
     at = np.minimum(np.searchsorted(positions, former.positions), max(len(positions) - 1, 0))
