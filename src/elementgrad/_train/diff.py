@@ -5,6 +5,7 @@ compared by bits, a chunk at a time.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.registry import not_compiled
 from elementgrad._files import writable
 from elementgrad._place.grammar import listed
-from elementgrad._train.entries import Entry
+from elementgrad._train.entries import Entry, short_place
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.folder import read_weights
 from elementgrad._train.numbers import BitArray
@@ -29,7 +30,7 @@ CHUNK = 1 << 18
 BLOCK = 1 << 21
 """Elements after which the pages of mapped files are given back."""
 Progress = Callable[[int, int], None]
-"""A function of the bytes that are compared and of all."""
+"""A function of the number of elements that are compared and of all."""
 
 
 @not_compiled
@@ -83,7 +84,7 @@ def compare(
 ) -> Patch:
     """Return the patch between two sets of weights."""
     pairs = _pairs(before, after, only_common)
-    sizes = [_byte_size(old) for _, old, _ in pairs]
+    sizes = [math.prod(old.shape) for _, old, _ in pairs]
     done = 0
     entries, buffers = [], []
     for (name, old, new), size in zip(pairs, sizes, strict=True):
@@ -137,8 +138,8 @@ def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool
     for start in range(0, max(1, len(old_bits)), BLOCK):
         end = start + BLOCK
         left, right = old_bits[start:end], new_bits[start:end]
-        found = changed_positions(left, right)
-        parts.append((found + start, take_rows(right, found), take_rows(left, found)))
+        changed = changed_positions(left, right)
+        parts.append((changed + start, take_rows(right, changed), take_rows(left, changed)))
         old.unload(start, end)
         new.unload(start, end)
     positions, *rows = (np.concatenate(some) for some in zip(*parts, strict=True))
@@ -148,7 +149,8 @@ def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool
     tied = tuple(other for other in before.names_of(old) if other != name)
     mark = fingerprint(old.shape, old.dtype, lambda some: old_bits[some])
     old.unload()
-    return Entry.at(
+    return Entry(
+        short_place(name, old.shape, positions),
         name,
         old.shape,
         old.dtype,
@@ -169,14 +171,14 @@ def changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     array([0])
     """
     old, new = _wide(old), _wide(new)
-    found = [np.zeros(0, np.int64)]
+    positions = [np.zeros(0, np.int64)]
     differs = np.empty((min(CHUNK, len(old)), old.shape[1]), bool)
     for start in range(0, len(old), CHUNK):
         left, right = old[start : start + CHUNK], new[start : start + CHUNK]
         chunk = np.not_equal(left, right, out=differs[: len(left)])
         if chunk.any():
-            found.append(np.flatnonzero(chunk[:, 0] if chunk.shape[1] == 1 else chunk.any(1)) + start)
-    return np.concatenate(found)
+            positions.append(np.flatnonzero(chunk[:, 0] if chunk.shape[1] == 1 else chunk.any(1)) + start)
+    return np.concatenate(positions)
 
 
 def take_rows(bits: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -190,10 +192,6 @@ def _wide(bits: np.ndarray) -> np.ndarray:
     """Return rows of bytes as rows of the widest integers that they divide into, most often one."""
     width = next(width for width in (8, 4, 2, 1) if bits.shape[1] % width == 0)
     return bits.view(f"u{width}") if width > 1 else bits
-
-
-def _byte_size(tensor: FileTensor) -> int:
-    return int(np.prod(tensor.shape, dtype=np.float64))
 
 
 def weights_of(value: Any, what: str = "weights") -> Weights:
@@ -214,26 +212,19 @@ def weights_of(value: Any, what: str = "weights") -> Weights:
 
 
 def _model_weights(model: Any, backend: Any) -> Weights:
-    trainer, tensors = backend.load("train").trainer(model), {}
+    train = backend.load("train")
+    trainer = train.trainer(model)
+    tensors: dict[str, FileTensor] = {}
     by_id: dict[int, FileTensor] = {}
-
-    def add(name: str, tensor: Any, dtype: str, read: Callable[[], np.ndarray], is_buffer: bool) -> None:
-        tensors[name] = by_id.setdefault(id(tensor), FileTensor(dtype, tensor.shape, read, is_buffer))
-
-    named = list(trainer.named_parameters())
-    for name, tensor in named:
+    for name, tensor in trainer.named_parameters():
         every = np.arange(int(np.prod(tensor.shape))) if trainer.is_distributed else None
-        add(
-            trainer.stable_name(name),
-            tensor,
-            trainer.dtype_name(tensor),
-            _reader(trainer.read_bits, tensor, every),
-            False,
-        )
+        read = _reader(trainer.read_bits, tensor, every)
+        weight = FileTensor(trainer.dtype_name(tensor), tensor.shape, read)
+        tensors[trainer.stable_name(name)] = by_id.setdefault(id(tensor), weight)
     for name, kind, tensor in backend.names.model(model).named_tensors():
         if kind == "buffer":
-            dtype = backend.dtype(tensor)
-            add(name, tensor, dtype, _reader(backend.load("train").tensor_bits, tensor), True)
+            buffer = FileTensor(backend.dtype(tensor), tensor.shape, _reader(train.tensor_bits, tensor), is_buffer=True)
+            tensors[name] = by_id.setdefault(id(tensor), buffer)
     return Weights(tensors, knows_ties=True)
 
 

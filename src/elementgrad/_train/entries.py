@@ -152,11 +152,6 @@ class Entry:
         if not re.fullmatch("[0-9a-f]{64}", self.sha256 or ""):
             raise PatchError(f"{self.label}: there are no originals and no checksum of them; give one of the two")
 
-    @classmethod
-    def at(cls, name: str, shape: tuple[int, ...], dtype: str, indices: np.ndarray, *rest: Any, **more: Any) -> "Entry":
-        """Return the entry of elements at ascending positions, with a place that is short where there is one."""
-        return cls(_short_place(name, shape, indices), name, shape, dtype, indices, *rest, **more)
-
     @cached_property
     def where(self) -> Place:
         """The place."""
@@ -196,20 +191,6 @@ class Entry:
                 "make it with originals=True"
             )
         return self.originals
-
-    def sort(self) -> "Entry":
-        """Return the same elements in ascending order."""
-        if ascends(self.indices):
-            return self
-        order = np.argsort(self.indices)
-        originals = None if self.originals is None else self.originals[order]
-        return replace(
-            self,
-            place=None,
-            indices=self.indices[order],
-            values=self.values[order],
-            originals=originals,
-        )
 
     def require_applicable(self) -> None:
         """Raise a `PatchError` for an entry that can fit no model, which `inspect` and `apply` both refuse."""
@@ -260,7 +241,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _short_place(name: str, shape: tuple[int, ...], positions: np.ndarray) -> Place | None:
+def short_place(name: str, shape: tuple[int, ...], positions: np.ndarray) -> Place | None:
     """Return the place of elements at ascending positions if it is whole, rows or few elements; else None."""
     whole = Place(None, name)
     if not shape or len(positions) == math.prod(shape):

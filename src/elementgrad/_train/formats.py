@@ -22,7 +22,7 @@ from elementgrad._train.diff import take_rows, weights_of
 from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.numbers import VIEWS, BitArray
-from elementgrad._train.patch import Change, Patch, group_by_name
+from elementgrad._train.patch import Change, Patch, changes_of, group_by_name, values_of
 from elementgrad._train.weights import FileTensor, Weights, pack_tensors
 from elementgrad.errors import DtypeError, OptionError, PatchError, warn
 
@@ -252,12 +252,10 @@ def _module_of(name: str) -> str:
 
 def _write_flat(patch: Patch, path: str | os.PathLike[str]) -> None:
     tensors = {}
-    for name, entries in group_by_name(entry.sort() for entry in patch.entries).items():
-        positions = np.concatenate([entry.indices for entry in entries])
-        values = np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])
-        order = np.argsort(positions, kind="stable")
-        tensors[f"{name}.indices"] = FileTensor.of(positions[order])
-        tensors[f"{name}.values"] = FileTensor(entries[0].dtype, (len(positions),), values[order])
+    for name, entries in group_by_name(patch.entries).items():
+        positions, values = values_of(entries)
+        tensors[f"{name}.indices"] = FileTensor.of(positions)
+        tensors[f"{name}.values"] = FileTensor(entries[0].dtype, (len(positions),), values)
     replace_file(path, *_pack(tensors))
 
 
@@ -268,19 +266,18 @@ def _rows_of(patch: Patch, base: Weights | None) -> tuple[str, np.ndarray, BitAr
     if first is None or len(first.shape) != 2:
         raise PatchError(f"the patch changes {listed(names)}, and this format is for rows of one table")
     width = first.shape[1]
-    rows = np.unique(np.concatenate([entry.indices // width for entry in patch.entries]))
+    changed, bits = values_of(patch.entries)
+    rows = np.unique(changed // width)
     positions = (rows[:, None] * width + np.arange(width)).reshape(-1)
-    if patch.size == len(positions):
-        bits = np.zeros((len(positions), first.values.round_to(first.dtype).bits.shape[1]), np.uint8)
-    elif base is not None:
+    if patch.size < len(positions) and base is not None:
+        values = bits
         bits = np.array(take_rows(_find(base, names[0]).read(), positions))
-    else:
+        bits[np.searchsorted(positions, changed)] = values
+    elif patch.size < len(positions):
         raise PatchError(
             f"the patch changes {patch.size} of {len(positions)} elements of its rows, and this format has whole rows; "
             "give base=, the weights before, for the others"
         )
-    for entry in patch.entries:
-        bits[np.searchsorted(positions, entry.indices)] = entry.values.round_to(entry.dtype).bits
     return names[0], rows, BitArray(first.dtype, bits), (len(rows), width)
 
 
@@ -291,21 +288,17 @@ def _write_shira(patch: Patch, path: Path) -> None:
                 f"{entry.label} is {entry.dtype} of shape {entry.shape}, and SHiRA adds to matrices; its differences "
                 "are exact enough in float32 and float64 alone"
             )
-    changes = group_by_name(patch.entries)
-    rank, tensors, inexact = 1, {}, 0
-    for entries in changes.values():
-        count = sum(len(entry.indices) for entry in entries)
-        rank = max(rank, -(-count // sum(entries[0].shape)))
-    for name, entries in changes.items():
-        shape, dtype = entries[0].shape, VIEWS[entries[0].dtype]
+    changes = changes_of(patch, "SHiRA")
+    rank = max([1, *[-(-len(change.positions) // sum(change.entry.shape)) for change in changes.values()]])
+    tensors, inexact = {}, 0
+    for name, change in changes.items():
+        shape, dtype, positions = change.entry.shape, VIEWS[change.entry.dtype], change.positions
         number = rank * sum(shape)
         if number > shape[0] * shape[1]:
             raise PatchError(
                 f"{name} has too few elements for the rank {rank} that the patch takes; write format='flat'"
             )
-        positions = np.concatenate([entry.indices for entry in entries])
-        old = np.concatenate([entry.require_originals("SHiRA").bits for entry in entries]).reshape(-1).view(dtype)
-        new = np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries]).reshape(-1).view(dtype)
+        old, new = (np.ascontiguousarray(bits).reshape(-1).view(dtype) for bits in (change.originals, change.values))
         difference = new - old
         inexact += int(((old + difference) != new).sum())
         # A layer of SHiRA has as many elements as its rank says: the rest are others, to which zero is added.

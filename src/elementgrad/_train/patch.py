@@ -18,9 +18,9 @@ import numpy as np
 from elementgrad._files import replace_file
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.place import Place
-from elementgrad._train.entries import Entry, check_same_tensor, element_text
+from elementgrad._train.entries import Entry, check_same_tensor, element_text, short_place
 from elementgrad._train.fingerprint import sample_positions
-from elementgrad._train.history import BitsAt, are_among, first_bits
+from elementgrad._train.history import BitsAt, are_among, ascends, first_bits
 from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch_file import PatchFile, encode_entries, pack
 from elementgrad.errors import ElementgradError, OptionError, PatchError
@@ -166,7 +166,7 @@ class Patch(Tabular):
         for name in sorted(mine.keys() & theirs.keys()):
             entry = mine[name][0]
             _require_same_tensor(entry, theirs[name][0])
-            (left, one), (right, two) = _values(mine[name]), _values(theirs[name])
+            (left, one), (right, two) = values_of(mine[name]), values_of(theirs[name])
             shared = left[are_among(left, right)]
             one, two = one[np.searchsorted(left, shared)], two[np.searchsorted(right, shared)]
             differs = (one != two).any(1)
@@ -226,17 +226,13 @@ class Change(NamedTuple):
         kept = (self.originals != self.values).any(1)
         if not kept.any():
             return None
-        entry = self.entry
-        values, originals = (BitArray(entry.dtype, bits[kept]) for bits in (self.values, self.originals))
-        return Entry.at(
-            entry.name,
-            entry.shape,
-            entry.dtype,
-            self.positions[kept],
-            values,
-            originals,
-            entry.fingerprint,
-            tied=entry.tied,
+        entry, positions = self.entry, self.positions[kept]
+        return replace(
+            entry,
+            place=short_place(entry.name, entry.shape, positions),
+            indices=positions,
+            values=BitArray(entry.dtype, self.values[kept]),
+            originals=BitArray(entry.dtype, self.originals[kept]),
             since=since,
         )
 
@@ -371,7 +367,8 @@ def _to_shown(values: BitArray) -> Any:
     return values.floats() if values.dtype in VIEWS else np.full(len(values), np.nan)
 
 
-def _values(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
+def values_of(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions that entries of one tensor change, ascending, and the values there in its dtype."""
     positions = np.concatenate([entry.indices for entry in entries])
     order = np.argsort(positions, kind="stable")
     return positions[order], np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])[order]
@@ -460,14 +457,9 @@ def _resolve(entry: Entry, first: np.ndarray, second: np.ndarray, rule: Callable
 
 
 def _part(entry: Entry, kept: np.ndarray) -> Entry:
-    originals = entry.require_originals("a part of it")
-    part = replace(entry, place=None, indices=entry.indices[kept], values=entry.values[kept], originals=originals[kept])
-    if not (np.diff(part.indices) > 0).all():
-        return part
-    more = {"tied": entry.tied, "since": entry.since}
-    return Entry.at(
-        entry.name, entry.shape, entry.dtype, part.indices, part.values, part.originals, entry.fingerprint, **more
-    )
+    originals, positions = entry.require_originals("a part of it"), entry.indices[kept]
+    place = short_place(entry.name, entry.shape, positions) if ascends(positions) else None
+    return replace(entry, place=place, indices=positions, values=entry.values[kept], originals=originals[kept])
 
 
 def inspect(path: str | os.PathLike[str]) -> Patch:

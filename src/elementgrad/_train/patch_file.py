@@ -142,8 +142,7 @@ class PatchFile:
             text = _cut_text(header, len(data)) or _damage_text(error)
             raise PatchError(f"{self.name} is {text}") from None
         self._version = meta["version"]
-        whole = self._tensors if self._version == "1" else {}
-        if meta.pop("sha256", None) != _checksum(meta, self._tensors, whole):
+        if meta.pop("sha256", None) != _checksum(meta, self._tensors):
             raise PatchError(f"{self.name} is {_damage_text('its checksum is not that of what it holds')}")
         self._described: list[dict[str, Any]] = self._read_checked(lambda: self._read_descriptions(meta["entries"]))
 
@@ -204,8 +203,19 @@ class PatchFile:
             positions = selection.flat().reshape(-1)
         else:
             positions = _decode_positions(label, tensors, "", len(values), size)
-        more = (None if tied is None else tuple(tied)), description.get("sha256"), since
-        entry = Entry(place, name, shape, dtype, positions, values, originals, fingerprint, *more)
+        entry = Entry(
+            place,
+            name,
+            shape,
+            dtype,
+            positions,
+            values,
+            originals,
+            fingerprint,
+            tied=None if tied is None else tuple(tied),
+            sha256=description.get("sha256"),
+            since=since,
+        )
         entry.require_applicable()
         return entry
 
@@ -291,8 +301,7 @@ def _stored_form(dtype: str, count: int, width: int) -> tuple[str, tuple[int, ..
 def pack(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> list[Any]:
     """Return the content of a patch's file in parts; the same metadata and tensors give the same bytes."""
     meta = {"format": FORMAT, "version": str(VERSION), **meta}
-    whole = tensors if meta["version"] == "1" else {}
-    parts = pack_safetensors(tensors, {**meta, "sha256": _checksum(meta, tensors, whole)})
+    parts = pack_safetensors(tensors, {**meta, "sha256": _checksum(meta, tensors)})
     length = len(parts[0]) - 8
     if length > LONGEST:
         raise PatchError(
@@ -421,11 +430,11 @@ def _damage_text(how: object) -> str:
     return f"damaged or was changed by another program ({how}); save the patch again"
 
 
-def _checksum(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor], whole: Mapping[str, StoredTensor]) -> str:
-    """Hash all metadata but the checksum, name, dtype and shape of all tensors, and the bytes of those in `whole`."""
+def _checksum(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> str:
+    """Hash all metadata but the checksum, name, dtype and shape of all tensors, and in version 1 also their bytes."""
     names = sorted(tensors)
     described = [sorted(meta.items()), [[name, tensors[name].dtype, tensors[name].shape] for name in names]]
     digest = hashlib.sha256(json.dumps(described).encode())
-    for name in sorted(whole):
-        digest.update(whole[name].data)
+    for name in names if meta["version"] == "1" else ():
+        digest.update(tensors[name].data)
     return digest.hexdigest()

@@ -23,12 +23,9 @@ from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceErro
 
 ENDINGS = (".safetensors", ".npz")
 DTYPES = {
-    **{f"F{8 * width}": f"float{8 * width}" for width in (2, 4, 8)},
-    **{
-        f"{sign.upper() or ''}I{8 * width}".replace("UI", "U"): f"{sign}int{8 * width}"
-        for sign in ("", "u")
-        for width in (1, 2, 4, 8)
-    },
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
@@ -237,14 +234,17 @@ class WeightsTrainer(Trainer):
         return ()
 
     def write_to_parameter(self, group: ElementGroup) -> None:
-        group.tensor.bits[group.positions] = group.leaf.round_to(group.tensor.dtype).bits
+        self._write(group, group.leaf.round_to(group.tensor.dtype))
 
     def restore(self, group: ElementGroup) -> None:
-        group.tensor.bits[group.positions] = group.originals.bits
+        self._write(group, group.originals)
 
     def cancel(self, groups: Sequence[ElementGroup]) -> None:
         for group in groups:
-            group.tensor.bits[group.positions] = group.initial.bits
+            self._write(group, group.initial)
+
+    def _write(self, group: ElementGroup, values: BitArray) -> None:
+        group.tensor.bits[group.positions] = values.bits
 
     def start(self, *_: Any, **__: Any) -> NoReturn:
         raise FrameworkError("weights in a file do not train; load them into a model")
