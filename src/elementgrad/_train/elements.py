@@ -176,7 +176,7 @@ class Elements(Tabular):
         self._require("backward")
         gradients = differentiate(self._trainer, self._groups, losses, retain_graph)
         every_loss = list(losses.values()) if isinstance(losses, Mapping) else [losses]
-        self._trainer.accumulate_gradients(gradients, every_loss)
+        self._trainer.accumulate_gradients(self._groups, gradients, every_loss)
 
     @not_compiled
     def gradients(self, tape: Any, losses: Mapping[Any, Tensor] | Tensor) -> list[Tensor | None]:
@@ -201,10 +201,7 @@ class Elements(Tabular):
         [[2.0], [5.0]]
         """
         self._require("gradients")
-        totals: dict[int, Tensor] = {}
-        for group, gradient, chosen in differentiate(self._trainer, self._groups, losses, tape=tape):
-            totals[id(group)] = self._trainer.add_gradient(totals.get(id(group)), gradient, chosen)
-        return [totals.get(id(group)) for group in self._groups]
+        return differentiate(self._trainer, self._groups, losses, tape=tape)
 
     @property
     def values(self) -> Values:

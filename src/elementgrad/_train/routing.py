@@ -103,13 +103,13 @@ def differentiate(
     losses: Mapping[Any, Tensor] | Tensor,
     retain_graph: bool = False,
     tape: Any = None,
-) -> list[tuple[ElementGroup, Tensor, np.ndarray]]:
-    """Differentiate losses for their places: return each group, a gradient of it, and which elements of that count."""
+) -> list[Tensor | None]:
+    """Differentiate losses for their places: return the gradient of each group, None for one that has no loss."""
     if not isinstance(losses, Mapping):
         losses = {tuple([group.place for group in groups]): losses}
     routes = route_losses(trainer, groups, losses, trainer.check_loss)
     trainer.check_tape(tape, len(routes))
-    gradients = []
+    totals: dict[int, Tensor] = {}
     for number, (loss, ways) in enumerate(routes, 1):
         reached = list({id(group): group for _, group, _ in ways}.values())
         last = number == len(routes) and not retain_graph
@@ -118,8 +118,8 @@ def differentiate(
             gradient = each[id(group)]
             if gradient is None:
                 raise unconnected_error(target.place, group.name, EXPLAIN_STEP, loss, group.leaf)
-            gradients.append((group, gradient, chosen))
-    return gradients
+            totals[id(group)] = trainer.add_gradient(totals.get(id(group)), gradient, chosen)
+    return [totals.get(id(group)) for group in groups]
 
 
 def route_losses(

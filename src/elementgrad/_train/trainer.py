@@ -66,6 +66,16 @@ class PartialParameter:
 
     tensor: Tensor
     groups: list[Any]
+    sizes: list[int]
+    """The number of elements of each group."""
+    positions: np.ndarray
+    """The positions of all of them."""
+
+    def refresh(self) -> None:
+        """Recompute what depends on the groups, after they have changed."""
+        positions = [group.positions for group in self.groups]
+        self.sizes = [len(each) for each in positions]
+        self.positions = positions[0] if len(positions) == 1 else np.concatenate([np.zeros(0, np.int64), *positions])
 
     def remove(self, groups: Iterable[ElementGroup]) -> None:
         """Remove groups, where they are among its own."""
@@ -325,14 +335,14 @@ class Trainer(ABC):
         The graph is kept unless this is the last loss. `tape` is used where the framework has tapes.
         """
 
-    def accumulate_gradients(
-        self, gradients: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]
-    ) -> None:
-        """Add (group, gradient, chosen elements of it) to the leaves, where tensors hold their gradients."""
+    def add_gradient(self, total: Any, gradient: Tensor, elements: np.ndarray) -> Tensor:
+        """Return `total`, which may be None, plus the chosen elements of a gradient."""
         raise NotImplementedError
 
-    def add_gradient(self, total: Any, gradient: Tensor, elements: np.ndarray) -> Tensor:
-        """Return `total` plus the chosen elements of a gradient, where tensors hold no gradients."""
+    def accumulate_gradients(
+        self, groups: Sequence[Any], gradients: Sequence[Tensor | None], losses: Sequence[Tensor]
+    ) -> None:
+        """Add gradients of losses to those of the leaves, where tensors hold their gradients."""
         raise NotImplementedError
 
     @property
@@ -562,6 +572,15 @@ def _keep_largest(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np
     kept = sizes > least
     kept[np.flatnonzero(sizes == least)[: count - np.count_nonzero(kept)]] = True
     return sizes[kept], places[kept]
+
+
+def require_same_losses(first: Sequence[float], again: Sequence[float]) -> None:
+    """Raise an error if the user's function gave other losses when it ran again for other parameters."""
+    if len(first) != len(again) or not np.allclose(again, first, 1e-3, 1e-6, equal_nan=True):
+        raise FrameworkError(
+            "loss_fn returns other losses when called again, as it is for each group of parameters; start it from the "
+            "same data each time, or return a list of losses"
+        )
 
 
 def group_by_size(sizes: Mapping[str, int]) -> list[list[str]]:

@@ -18,7 +18,7 @@ from elementgrad._backends.tensorflow.graph_ops import see_operations
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._cleanup import enter, scope
-from elementgrad._train.trainer import TopBackend, group_by_size
+from elementgrad._train.trainer import TopBackend, group_by_size, require_same_losses
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any
@@ -65,12 +65,7 @@ class TensorflowTop(TopBackend):
                 del tape  # it would hold the first graph while the others are made
                 _give_sums(group, samples, squared, give)
             first_values = first_values if number else values
-            same_count = len(values) == len(first_values)
-            if not same_count or not np.allclose(values, first_values, 1e-3, 1e-6, equal_nan=True):
-                raise FrameworkError(
-                    "loss_fn returns other losses when called again, as it is for each group of parameters; start "
-                    "it from the same data each time, or return a list of losses"
-                )
+            require_same_losses(first_values, values)
         _require_reached(first_values, reached)
 
     def pieces(self, x: Tensor) -> Iterator[np.ndarray]:

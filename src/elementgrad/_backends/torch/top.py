@@ -14,7 +14,7 @@ from elementgrad._backends.torch.isolate import deferred_handles, enter_modes, i
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
 from elementgrad._names.backend import Replacement
-from elementgrad._train.trainer import TopBackend, group_by_size
+from elementgrad._train.trainer import TopBackend, group_by_size, require_same_losses
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -66,12 +66,7 @@ def parameter_gradients(
                     values: list[float] = []
                     _give_sums(group, _sweeps(checked, squared, values), squared, give)
                 first_values = values if first_values is None else first_values
-                same = len(values) == len(first_values)
-                if not (same and np.allclose(values, first_values, 1e-3, 1e-6, equal_nan=True)):
-                    raise FrameworkError(
-                        "loss_fn returns other losses when called again, as it is for each group of parameters; "
-                        "start it from the same data each time, or return a list of losses"
-                    )
+                require_same_losses(first_values, values)
 
 
 def _pieces(x: Tensor) -> Iterator[Tensor]:

@@ -91,10 +91,10 @@ class KerasElementGroup(ElementGroup):
         for _, tensor in self.copies:
             put(tensor, self.index, values)
 
-    def rebase(self) -> None:
-        """Take the present values for the originals, after another model was loaded."""
-        self.originals = take(self.tensor, self.positions)
-        self.change.bits = bits(self.originals)[1]
+    def set_originals(self, originals: np.ndarray) -> None:
+        """Replace the originals after another model was loaded, also in the change log."""
+        self.originals = originals
+        self.change.bits = bits(originals)[1]
 
 
 class KerasPartialParameter(PartialParameter):
@@ -111,10 +111,8 @@ class KerasPartialParameter(PartialParameter):
         self.roots: dict[int, Any] = {}
         """The models that `eg.trainable` was called with, which are fitted."""
 
-    def arrange(self) -> None:
-        """Update what depends on the groups."""
-        self.sizes = [len(group.positions) for group in self.groups]
-        self.positions = np.concatenate([np.zeros(0, np.int64), *[group.positions for group in self.groups]])
+    def refresh(self) -> None:
+        super().refresh()
         self._lookup: KerasLookup | None = None
         regularizer = self.variable.regularizer
         for number, group in enumerate(self.groups):
@@ -254,7 +252,7 @@ def _copy_parameter_to_leaves(tensor: Variable, before: Any) -> None:
     if before is not None and parameter.differs(tensor, before):
         # Another model was loaded: its values are the originals.
         for group in parameter.groups:
-            group.rebase()
+            group.set_originals(take(group.tensor, group.positions))
 
 
 @cache
@@ -275,7 +273,7 @@ def _class_with_write_hook(kind: type, after: Callable[[Variable, Any], None]) -
         write.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
         return write
 
-    return _subclass(kind, (kind,), {name: hook(name) for name in WRITES if hasattr(kind, name)})
+    return make_subclass(kind, (kind,), {name: hook(name) for name in WRITES if hasattr(kind, name)})
 
 
 class TrainedVariable:
@@ -324,10 +322,10 @@ def _class_with_gradient(kind: type) -> type:
         return call
 
     methods = {name: read_plain(name) for name in PLAIN_READS if hasattr(kind, name)}
-    return _subclass(kind, (TrainedVariable, kind), methods)
+    return make_subclass(kind, (TrainedVariable, kind), methods)
 
 
-def _subclass(plain: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
+def make_subclass(plain: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
     """Make a class that looks like `plain`."""
     looks = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     body = members | looks | {"_elementgrad_plain": plain}

@@ -33,6 +33,7 @@ from elementgrad._backends.tensorflow.train.parameter import (
     coordinates,
     detach,
     freezer,
+    make_subclass,
     partial_parameter_of,
     take,
 )
@@ -82,11 +83,8 @@ def patch_class(layer: Layer) -> None:
 
 @cache
 def _subclass(plain: Any, bases: Any) -> type:
-    looks: dict[str, Any] = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    looks |= {"__doc__": plain.__doc__, "_elementgrad_plain": plain}
     # Files and copies are made by the class that a layer claims to have.
-    looks["__class__"] = property(lambda layer: plain)
-    return type(plain.__name__, (*bases, plain), looks)
+    return make_subclass(plain, (*bases, plain), {"__class__": property(lambda layer: plain)})
 
 
 class FrozenLayer:
@@ -343,7 +341,7 @@ class KerasTrainer(Trainer):
             for group in own:
                 group.parameter = parameter
             parameter.groups += own
-            parameter.arrange()
+            parameter.refresh()
             attach(parameter, own)
         changed = parameters_of(groups)
         for parameter in changed:
@@ -361,7 +359,7 @@ class KerasTrainer(Trainer):
         for group in groups:
             detach(group.leaf._value)
         for parameter in changed:
-            parameter.arrange()
+            parameter.refresh()
             if not parameter.groups:
                 detach(parameter.tensor, parameter.variable)
                 # Writes of single elements have made every read of the variable copy it, which is over now.

@@ -139,11 +139,9 @@ class TorchPartialParameter(PartialParameter):
 
     def refresh(self) -> None:
         """Recompute what depends on the groups and on the device, after either has changed."""
+        super().refresh()
         self.leaves = tuple([group.leaf for group in self.groups])
         self.leaf_names = tuple([group.leaf_name for group in self.groups])
-        self.sizes = [len(group.positions) for group in self.groups]
-        positions = [np.zeros(0, dtype=np.int64), *[group.positions for group in self.groups]]
-        self.positions = positions[1] if len(self.groups) == 1 else np.concatenate(positions)
         self.index = index_tensor(self.positions, self.tensor.device)
         self._joined = None
         for group in self.groups:

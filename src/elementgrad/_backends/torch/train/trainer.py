@@ -21,6 +21,7 @@ from elementgrad._backends.torch.distributed import (
     unregister_allreduce,
 )
 from elementgrad._backends.torch.names import TorchModel, unwrap
+from elementgrad._backends.torch.record.history import Region
 from elementgrad._backends.torch.train.modules import TrainedModule, attach, detach
 from elementgrad._backends.torch.train.parameter import (
     ParameterStorage,
@@ -274,19 +275,20 @@ class TorchTrainer(Trainer):
         with _without_tensor_hooks(leaves):
             return list(torch.autograd.grad(loss.reshape(()), leaves, retain_graph=not last, allow_unused=True))
 
+    def add_gradient(self, total: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
+        if len(elements) < len(gradient):
+            chosen = index_tensor(elements, gradient.device)
+            gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
+        return gradient if total is None else total + gradient
+
     def accumulate_gradients(
-        self, gradients: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]
+        self, groups: Sequence[Any], gradients: Sequence[Tensor | None], losses: Sequence[Tensor]
     ) -> None:
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
-        for group, gradient, elements in gradients:
-            if len(elements) < len(gradient):
-                chosen = index_tensor(elements, gradient.device)
-                gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
-            before = sums.get(id(group))
-            sums[id(group)] = group.leaf, gradient if before is None else before[1] + gradient
+        pairs = zip(groups, gradients, strict=True)
+        sums = [(group.leaf, gradient) for group, gradient in pairs if gradient is not None]
         parameters = self._partial_parameters().values()
         leaves = [leaf for parameter in parameters if not parameter.storage.sharded for leaf in parameter.leaves]
-        accumulate(list(sums.values()), leaves, losses)
+        accumulate(sums, leaves, losses)
 
     @property
     def is_distributed(self) -> bool:
@@ -424,18 +426,10 @@ def _whole_parameters(model: Module) -> list[torch.nn.Parameter]:
 
 def _repeats_memory(tensor: Tensor) -> bool:
     """Return True if one number in memory is several elements of a tensor."""
-    if not _is_strided(tensor) or tensor.is_contiguous() or not tensor.numel():
+    if not _is_strided(tensor) or tensor.is_contiguous():
         return False
-    axes = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    if any(stride == 0 for stride, _ in axes):
-        return True
-    # In a permutation of a contiguous tensor, each axis steps over all that the narrower ones span.
-    span = 0
-    for stride, size in sorted(axes):
-        if stride <= span:
-            return len(_storage_positions(tensor).unique()) < tensor.numel()
-        span += (size - 1) * stride
-    return False
+    region = Region.of(tensor)
+    return not region.axes_nest and len(np.unique(region.addresses)) < tensor.numel()
 
 
 def _find_sharing(parameters: Iterable[tuple[str, Tensor]]) -> dict[int, tuple[str, str]]:
@@ -448,24 +442,20 @@ def _find_sharing(parameters: Iterable[tuple[str, Tensor]]) -> dict[int, tuple[s
     for same in by_storage.values():
         same.sort(key=lambda named: _byte_span(named[1]))
         for at, (name, tensor) in enumerate(same):
+            end = _byte_span(tensor)[1]
             # Those that begin behind its end, as weights of recurrent layers do, share nothing with it.
-            for other, parameter in takewhile(lambda named: _meet(tensor, named[1]), same[at + 1 :]):  # noqa: B023
+            for other, parameter in takewhile(lambda named: _byte_span(named[1])[0] < end, same[at + 1 :]):  # noqa: B023
                 if tensor is not parameter and _share_numbers(tensor, parameter):
                     sharing.setdefault(id(tensor), (name, other))
                     sharing.setdefault(id(parameter), (other, name))
     return sharing
 
 
-def _meet(tensor: Tensor, later: Tensor) -> bool:
-    """Return True if another tensor of the same storage begins before the end of this one."""
-    return _byte_span(later)[0] <= _byte_span(tensor)[1]
-
-
 def _share_numbers(left: Tensor, right: Tensor) -> bool:
-    """Return True if two tensors of one storage that meet have a number in common."""
-    if left.dtype.itemsize != right.dtype.itemsize or (left.is_contiguous() and right.is_contiguous()):
+    """Return True if two tensors of one storage, of which one begins inside the other, have a number in common."""
+    if left.is_contiguous() and right.is_contiguous():
         return True
-    return bool(torch.isin(_storage_positions(left), _storage_positions(right)).any())
+    return bool(Region.of(left).overlap_mask(Region.of(right).addresses, right.dtype.itemsize).any())
 
 
 def _is_strided(tensor: Tensor) -> bool:
@@ -474,11 +464,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _byte_span(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor begins in its storage, and where it ends."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     width, start = tensor.dtype.itemsize, int(tensor.storage_offset())
-    return start * width, (start + steps + 1) * width - 1
-
-
-def _storage_positions(tensor: Tensor) -> Tensor:
-    positions = torch.arange(tensor.untyped_storage().nbytes() // tensor.dtype.itemsize)
-    return positions.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).reshape(-1)
+    return start * width, (start + steps + 1) * width
