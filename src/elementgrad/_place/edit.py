@@ -10,6 +10,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from operator import index as as_int
 from typing import Any
 
@@ -69,10 +70,6 @@ class EditBackend(ABC):
         """Return `value` with the derivatives of `surrogate`."""
 
 
-def get(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
-    return backend.take(x, selection)
-
-
 def take_copy(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     """Return the elements that `apply` passes to its function, which may write to them."""
     require_unique(selection, "apply")
@@ -87,14 +84,6 @@ def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tenso
     return backend.put(x, selection, value)
 
 
-def add(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
-    return _combine(backend, x, selection, value, operator.add)
-
-
-def multiply(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
-    return _combine(backend, x, selection, value, operator.mul)
-
-
 def only(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     require_unique(selection, "only")
     require_gradient(backend, x, "only")
@@ -105,17 +94,6 @@ def stop(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     require_unique(selection, "stop")
     require_gradient(backend, x, "stop")
     return backend.edit.stop_gradient_at(x, selection)
-
-
-VERBS: dict[str, Callable[..., Tensor]] = {
-    "get": get,
-    "take_copy": take_copy,
-    "set": set_,
-    "add": add,
-    "multiply": multiply,
-    "only": only,
-    "stop": stop,
-}
 
 
 @registry.opaque_to_compiler
@@ -328,6 +306,18 @@ def _merge(
 
 def _pick(backend: Backend, vector: Tensor, positions: np.ndarray) -> Tensor:
     return backend.take(vector, Selection.at_flat(positions, tuple(backend.shape(vector))))
+
+
+VERBS: dict[str, Callable[..., Tensor]] = {
+    "get": lambda backend, x, selection: backend.take(x, selection),
+    "take_copy": take_copy,
+    "set": set_,
+    "add": partial(_combine, combine=operator.add),
+    "multiply": partial(_combine, combine=operator.mul),
+    "only": only,
+    "stop": stop,
+}
+"""The edits by name: functions of the backend, the tensor, the selection, and maybe a value."""
 
 
 @spelled_as("eg.choose")
