@@ -278,14 +278,18 @@ def diff_patch(
     say(f"{out} is written: {patch.size} elements of {len(patch.entries)} tensors")
 
 
-def apply_patch(*, target: str, patch: list[str], out: str | None, link: bool, json: bool) -> None:
-    """Write weights with the values of patches in them."""
-    _patch_weights("apply", target, patch, out, link, json)
-
-
-def undo_patch(*, target: str, patch: list[str], out: str | None, link: bool, json: bool) -> None:
-    """Write weights as they were before patches."""
-    _patch_weights("undo", target, patch, out, link, json)
+def patch_weights(*, undo: bool, target: str, patch: list[str], out: str | None, link: bool, json: bool) -> None:
+    """Put patches into weights or a model, or take them back, write the weights, and print the changed places."""
+    if is_reference(target):
+        places = _patch_model(undo, target, patch, out)
+    else:
+        if out is not None and not Path(target).is_dir():
+            _require_writable(out, ENDINGS)
+        written, places = apply_to_path(target, patch, undo=undo, out=out, link=link)
+        out = str(written)
+    result = {"command": f"patch {'undo' if undo else 'apply'}", "places": places, "out": out}
+    _print_result("\n".join(places), result, json)
+    say(f"{out} is written")
 
 
 def completion(*, shell: str) -> None:
@@ -373,20 +377,7 @@ def _diagnosis_to_dict(diagnosis: eg.Diagnosis) -> dict[str, Any]:
     return {field: getattr(diagnosis, field) for field in fields} | {"value": value}
 
 
-def _patch_weights(action: str, target: str, paths: list[str], out: str | None, link: bool, json: bool) -> None:
-    """Put patches into weights or a model, or take them back, write the weights, and print the changed places."""
-    if is_reference(target):
-        places = _patch_model(action, target, paths, out)
-    else:
-        if out is not None and not Path(target).is_dir():
-            _require_writable(out, ENDINGS)
-        written, places = apply_to_path(target, paths, undo=action == "undo", out=out, link=link)
-        out = str(written)
-    _print_result("\n".join(places), {"command": f"patch {action}", "places": places, "out": out}, json)
-    say(f"{out} is written")
-
-
-def _patch_model(action: str, target: str, paths: list[str], out: str | None) -> list[str]:
+def _patch_model(undo: bool, target: str, paths: list[str], out: str | None) -> list[str]:
     if out is None:
         raise InputError(f"{target} is a model of a program, which is not written to; give --out")
     _require_writable(out, (*ENDINGS, *KERAS_FILES))
@@ -394,7 +385,7 @@ def _patch_model(action: str, target: str, paths: list[str], out: str | None) ->
     with user_code():
         model = load_object(target)[0]
         places: list[str] = []
-        for patch in [reverse_patch(model, patches)] if action == "undo" else patches:
+        for patch in [reverse_patch(model, patches)] if undo else patches:
             elements = eg.apply(model, patch)
             if isinstance(trainer_of(model), FunctionalTrainer):  # whose parameters are never written to
                 model = elements.merge()

@@ -316,8 +316,9 @@ Weights are compared by bits, one tensor at a time.""",
 
 Without --out the file or folder itself is changed, as a whole or not at all.
 Weights that the patch was not made for are refused, and no file is written.""",
-            run=f"{name}_patch",
+            run="patch_weights",
         )
+        action.set_defaults(undo=name == "undo")
         action.add_argument(
             "target",
             metavar="WEIGHTS",
