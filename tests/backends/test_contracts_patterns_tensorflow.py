@@ -46,7 +46,7 @@ def followed(f, x):
     """Return the result of the rules for a function of set numbers."""
     graph = tf.function(f).get_concrete_function(tf.TensorSpec(x.shape, tf.float64)).graph
     rest = [external for external, _ in graph.captures]
-    return GraphPropagator(IndexSets(x.size), RULES).run(graph, [DependentValue(x), *rest], graph.outputs)[0].ids
+    return GraphPropagator(IndexSets(x.size)).run(graph, [DependentValue(x), *rest], graph.outputs)[0].ids
 
 
 @pytest.mark.parametrize("name", MOVES)

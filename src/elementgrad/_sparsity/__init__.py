@@ -1,4 +1,4 @@
-"""Which entries of a Jacobian can be nonzero (`Pattern`), and how few sweeps read them (`coloring.py`).
+"""Sparsity: the entries of a Jacobian that can be nonzero (`Pattern`), and few sweeps that read them (`coloring.py`).
 
 A backend finds a pattern by following a derivative program op by op: one reverse or forward sweep, which is linear in a
 seed. Beside each tensor that depends on the seed it keeps **ids**: for each element the index of a set of seed elements

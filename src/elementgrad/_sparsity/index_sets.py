@@ -96,14 +96,14 @@ class IndexSets:
         shape = [1 if axis in axes else size for axis, size in enumerate(ids.shape) if axis in others or keepdims]
         count = int(np.prod([ids.shape[axis] for axis in others]))
         flat = ids.transpose([*others, *axes]).reshape(count, int(np.prod([ids.shape[axis] for axis in axes])))
+        if not flat.shape[1]:
+            return np.zeros(shape, dtype=np.int64)
         if flat.shape[1] == 1:
             return flat.reshape(shape)
-        same = (flat[:, :1] == flat).all(1) if flat.shape[1] else np.zeros(count, dtype=bool)
-        result = np.zeros(count, dtype=np.int64)
-        if flat.shape[1]:
-            result[same] = flat[same, 0]
+        same = (flat[:, :1] == flat).all(1)
+        result = np.where(same, flat[:, 0], EMPTY)
         rest = np.flatnonzero(~same)
-        if len(rest) and flat.shape[1]:
+        if len(rest):
             owners = np.repeat(np.arange(len(rest)), flat.shape[1])
             result[rest] = self.union_by_owner(owners, flat[rest].reshape(-1), len(rest))
         return result.reshape(shape)

@@ -5,7 +5,7 @@ program to walk through (TensorFlow's graphs, JAX's jaxprs): `Propagator` runs i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -174,12 +174,7 @@ Value = Any
 Shape = Sequence[int]
 
 
-class _Unknown:
-    def __repr__(self) -> str:
-        return "unknown"
-
-
-UNKNOWN = _Unknown()
+UNKNOWN = object()
 """A value that depends on the point of the derivative, and not on the seed."""
 
 
@@ -204,11 +199,10 @@ def dependent_ids(values: Iterable[Value]) -> list[Ids]:
 
 
 class Propagator(ABC):
-    """Runs programs on index sets, with one table of sets for all of their values. `rules` go by the name of an op."""
+    """Runs programs on index sets, with one table of sets for all of their values."""
 
-    def __init__(self, sets: IndexSets, rules: "Mapping[str, Rule]"):
+    def __init__(self, sets: IndexSets):
         self.sets = sets
-        self.rules = rules
 
     @abstractmethod
     def is_known(self, value: Value) -> bool:

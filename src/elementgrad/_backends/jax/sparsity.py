@@ -68,7 +68,7 @@ def _follow(program: Any, shape: Sequence[int]) -> Pattern:
     """Return a row for each element of a program's result, with the elements of its last input that it depends on."""
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True], instantiate=True)
     sets = IndexSets(math.prod(shape))
-    propagator = JaxprPropagator(sets, RULES)
+    propagator = JaxprPropagator(sets)
     operands = [*[UNKNOWN] * (len(jaxpr.invars) - 1), DependentValue(sets.seed_ids(shape))]
     with jax.ensure_compile_time_eval():
         (result,) = propagator.run(program.replace(jaxpr=jaxpr), operands)
@@ -92,7 +92,7 @@ class JaxprPropagator(Propagator):
             return self.run(equation.params[INNER[name]], operands)
         if not dependent_ids(operands):
             return [UNKNOWN] * len(equation.outvars)
-        return self.rules.get(name, everything)(self, equation, operands)
+        return RULES.get(name, everything)(self, equation, operands)
 
     def is_known(self, value: Value) -> bool:
         return value is not UNKNOWN and not isinstance(value, (DependentValue, jax.core.Tracer))

@@ -61,7 +61,7 @@ def find_pattern(
     operands = [*[UNKNOWN] * (len(specs) - 1), DependentValue(sets.seed_ids(y.shape)), *captured]
     hidden = [source] if getattr(source, "graph", None) is graph else []
     with tf.init_scope(), tf.device("CPU"):
-        (result,) = GraphPropagator(sets, RULES).run(graph, operands, graph.outputs[:1], hidden)
+        (result,) = GraphPropagator(sets).run(graph, operands, graph.outputs[:1], hidden)
     size = math.prod(like.shape)
     if isinstance(result, UnknownShape):
         result = DependentValue(np.full(size, result.ids))
@@ -112,7 +112,7 @@ class GraphPropagator(Propagator):
         if any(isinstance(value, UnknownShape) for value in operands):
             return everything(self, op, operands)
         is_list = any(x.dtype == tf.variant for x in (*op.inputs, *op.outputs))
-        return (LIST_RULES if is_list else self.rules).get(kind, everything)(self, op, operands)
+        return (LIST_RULES if is_list else RULES).get(kind, everything)(self, op, operands)
 
     def is_known(self, value: Value) -> bool:
         return value is not UNKNOWN and not isinstance(value, DependentValue)
