@@ -13,7 +13,7 @@ that a backward of the user's own has saved and returns: writing to it would cha
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -500,19 +500,23 @@ def no_performance_warnings() -> Iterator[None]:
         yield
 
 
-def first_unbatchable_node(starts: Sequence[Any]) -> str | None:
-    """Return the name of a reverse rule behind some nodes that must get its seeds one by one, if there is any."""
-    ahead = list(starts)
+def graph_nodes(starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield nodes of the graph, and all that are reached from them, each once; some of them may be None."""
+    ahead = [node for node in starts if node is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        if node.name() in UNBATCHABLE_NODES:
-            return str(node.name())
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 ahead.append(following)
-    return None
+
+
+def first_unbatchable_node(starts: Sequence[Any]) -> str | None:
+    """Return the name of a reverse rule behind some nodes that must get its seeds one by one, if there is any."""
+    names = (str(node.name()) for node in graph_nodes(starts))
+    return next((name for name in names if name in UNBATCHABLE_NODES), None)
 
 
 def node_of(end: End) -> Any:

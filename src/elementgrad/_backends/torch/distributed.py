@@ -29,6 +29,7 @@ from elementgrad._backends.torch._compat import (
     queue_backward_callback,
     shard_offset,
 )
+from elementgrad._backends.torch.autodiff import graph_nodes
 from elementgrad._backends.torch.train.parameter import (
     ParameterStorage,
     TorchElementGroup,
@@ -386,7 +387,7 @@ def _is_instance(module: Module, library: str, kind: str) -> bool:
 
 def check_not_static_graph(loss: Tensor, place: object) -> None:
     """Raise if a loss is of a model in `DistributedDataParallel(static_graph=True)`, which reduces too early here."""
-    if is_distributed() and any(_is_static_ddp(node) for node in _graph_nodes(loss)):
+    if is_distributed() and any(map(_is_static_ddp, graph_nodes([loss.grad_fn]))):
         raise FrameworkError(
             f"the loss for {place} is of a model in DistributedDataParallel(static_graph=True), which reduces "
             "gradients before all losses are done; leave static_graph out"
@@ -401,7 +402,8 @@ def accumulate(gradients: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tens
     """
     unused: list[Tensor] = []
     if is_distributed():
-        used = {id(node.variable) for loss in losses for node in _graph_nodes(loss) if hasattr(node, "variable")}
+        nodes = graph_nodes([loss.grad_fn for loss in losses])
+        used = {id(node.variable) for node in nodes if hasattr(node, "variable")}
         used -= {id(leaf) for leaf, _ in gradients}
         unused = [leaf for leaf in leaves if id(leaf) in used]
     empty = [leaf for leaf in unused if leaf.grad is None]
@@ -419,14 +421,3 @@ def accumulate(gradients: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tens
 def _is_static_ddp(node: Any) -> bool:
     wrapper = getattr(node, "ddp_weakref", None)
     return wrapper is not None and bool(wrapper().static_graph)
-
-
-def _graph_nodes(loss: Tensor) -> Iterator[Any]:
-    pending: list[Any] = [loss.grad_fn]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        following = {other for other, _ in getattr(node, "next_functions", ()) if other is not None} - seen
-        seen |= following
-        pending.extend(following)

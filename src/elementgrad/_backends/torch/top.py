@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from elementgrad._backends.torch._compat import backward_threads_enabled, is_freed_graph_error, set_backward_threads
-from elementgrad._backends.torch.autodiff import disable_checkpointing
+from elementgrad._backends.torch.autodiff import disable_checkpointing, graph_nodes
 from elementgrad._backends.torch.isolate import deferred_handles, enter_modes, isolated, state, without_autocast
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
@@ -192,16 +192,8 @@ def _check_connected(losses: Iterable[Tensor], parameters: Mapping[str, Tensor])
 
 
 def graph_leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that a loss is computed from."""
-    pending = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen: set[Any] = set(pending)
-    while pending:
-        node: Any = pending.pop()
-        if hasattr(node, "variable"):
-            yield node.variable
-        following = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= following
-        pending.extend(following)
+    """Return an iterator over the leaves that a loss is computed from."""
+    return (node.variable for node in graph_nodes([loss.grad_fn]) if hasattr(node, "variable"))
 
 
 @contextmanager
