@@ -13,7 +13,8 @@ import pytest
 from elementgrad._cli import main
 from elementgrad._cli.output import silence_stdout, tolerant_streams
 from elementgrad._tour.data import WORDS, load_digits
-from elementgrad._tour.runner import QUESTIONS, CellResult, Terminal, explore_command, read_cells
+from elementgrad._tour.render import Terminal, explore_command
+from elementgrad._tour.runner import QUESTIONS, CellResult, read_cells
 from tests.slow.test_report_browser import CHROMIUM, WIDTHS
 from tests.support.tour_answers import FOUNDING, MISLED, RAISED
 

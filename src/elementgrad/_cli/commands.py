@@ -67,7 +67,7 @@ def tour(*, framework: str, out: str, no_report: bool) -> None:
     """Show the tour in the terminal, and write its page unless `no_report`."""
     packages = f"rich safetensors {'' if no_report else 'matplotlib jinja2'}"
     require_packages(packages, "the tour", f"show,train,{framework}")  # all that it needs, by one installation
-    from elementgrad._tour.runner import show_tour
+    from elementgrad._tour.render import show_tour
 
     if not no_report:
         writable(out)
