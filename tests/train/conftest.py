@@ -6,10 +6,10 @@ import pytest
 @pytest.fixture(scope="module")
 def products_by_parts():
     """Compute small products of JAX as large ones are."""
-    from elementgrad._backends.jax.train import rules
+    from elementgrad._backends.jax.train import products
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "SMALL", 0)
+        patch.setattr(products, "SMALL", 0)
         yield
 
 

@@ -6,5 +6,5 @@ The leaf of a group is an array of its own, which the user optimises and `elemen
 each parameter that has trained elements: the array as it is, the positions, and the leaves' values (trainer.py).
 Operations that move elements move the positions along; lookups, products and convolutions add what the elements
 contribute, and return plain arrays; for any other operation the array is made whole, which costs a dense gradient
-(rules.py). Only the values are differentiated. `elements.plan` lists the operations.
+(rules.py, products.py). Only the values are differentiated. `elements.plan` lists the operations.
 """

@@ -20,15 +20,8 @@ from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params, scan_
 from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.jax.program import FOLLOWED, bind, bind_cached, evaluate, follow, is_array
 from elementgrad._backends.jax.sharding import constrain_like, put
-from elementgrad._backends.jax.train.rules import (
-    MOVES,
-    PatchedArray,
-    convolve,
-    dynamic_slice,
-    gather,
-    multiply,
-    split,
-)
+from elementgrad._backends.jax.train.products import convolve, multiply
+from elementgrad._backends.jax.train.rules import MOVES, PatchedArray, dynamic_slice, gather, split
 from elementgrad._names import pytree
 from elementgrad._place import grammar
 from elementgrad._train.numbers import cast_array
