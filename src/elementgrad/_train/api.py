@@ -98,7 +98,7 @@ def trainable(
         _require_idle(trainer, targets)
         trainer.check_same_on_all_ranks((target.name, target.positions) for target in targets)
         groups = [_make_group(trainer, target, leaf_dtype) for target in targets]
-    kept = _kept_parameters(trainer, keep, groups)
+    kept = _find_kept(trainer, keep, groups)
     defer(trainer.cancel, groups)
     trainer.start(groups, kept)
     _record(trainer, groups)
@@ -426,7 +426,7 @@ def _shape_error(mapped: MappedEntry, shape: tuple[int, ...], dtype: str) -> Pat
     )
 
 
-def _kept_parameters(trainer: Trainer, keep: Keep, groups: Sequence[ElementGroup]) -> list[Tensor]:
+def _find_kept(trainer: Trainer, keep: Keep, groups: Sequence[ElementGroup]) -> list[Tensor]:
     """Return the parameters that `keep` names; without it, warn about those that train now and will not.
 
     Nothing is changed yet, so that a warning that is turned into an error leaves the model alone.

@@ -272,8 +272,8 @@ def _find_candidates(model: Model, among: Any, backend: Backend) -> list[Candida
         return [Candidate(name, tensor, tuple(backend.shape(tensor))) for name, tensor in floating]
     single = isinstance(among, str | Place) or not isinstance(among, Iterable) or registry.backend_of(among) is not None
     places: dict[int, list[Place]] = {}
-    for given in map(parse_place, [among] if single else among):
-        for place in expand_place(given, floating, model.aliases):
+    for named in map(parse_place, [among] if single else among):
+        for place in expand_place(named, floating, model.aliases):
             places.setdefault(_parameter_number(place, params, model, backend), []).append(place)
     if not places:
         raise PlaceError("among names no parameter; name some, or leave it out to choose among all")

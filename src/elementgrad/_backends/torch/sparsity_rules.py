@@ -67,7 +67,7 @@ class OpCall:
         ids = self.ids(x)
         return np.array(EMPTY) if ids is None else ids
 
-    def known(self, x: Any) -> Tensor | None:
+    def known_value(self, x: Any) -> Tensor | None:
         """Return a constant whose values are the same at every point, as numbers are; else None."""
         if not isinstance(x, Tensor):
             return torch.as_tensor(x)
@@ -76,7 +76,7 @@ class OpCall:
 
     def mask(self, x: Any) -> np.ndarray | None:
         """Return where a known tensor is not zero; None for one that is not known."""
-        known = self.known(x)
+        known = self.known_value(x)
         return None if known is None else (known != 0).numpy(force=True)
 
 
@@ -105,7 +105,7 @@ def pointwise(call: OpCall) -> Results:
 def _factor_mask(call: OpCall, x: Tensor) -> np.ndarray | None:
     """Return where an op that is linear in x has a nonzero factor, if everything but x is known."""
     others = [other for other in call.tensors if other is not x]
-    if (call.name == "div" and call["self"] is not x) or any(call.known(other) is None for other in others):
+    if (call.name == "div" and call["self"] is not x) or any(call.known_value(other) is None for other in others):
         return None
     if not others:
         return None if call.name != "mul" or call.get("other") != 0 else np.zeros(tuple(x.shape), dtype=bool)
@@ -126,7 +126,7 @@ def masked_fill(call: OpCall) -> Results:
 
 def _select(call: OpCall, condition: Tensor, if_true: Any, if_false: Any) -> Results:
     cases = [call.ids_or_empty(x) for x in (if_true, if_false)]
-    known = call.known(condition)
+    known = call.known_value(condition)
     if known is None:
         return [call.sets.union(*cases, call.ids_or_empty(condition))]
     return [np.where(known.numpy(force=True), *cases)]
@@ -149,7 +149,7 @@ def move(call: OpCall) -> Results:
     """The op itself, on the ids."""
     if call.name in ("_to_copy", "copy", "clone", "lift_fresh", "contiguous"):
         return [call.ids(call["src"] if call.name == "copy" else call["self"])]
-    if any(not _is_data(x) and call.known(x) is None for x in call.tensors):
+    if any(not _is_data(x) and call.known_value(x) is None for x in call.tensors):
         return _gather_anywhere(call)
     try:
         results = _run_on_ids(call, torch.int64)
@@ -246,7 +246,7 @@ def scatter(destinations: Destinations, adds: bool | str) -> Rule:
         ids = np.array(np.broadcast_to(call.ids_or_empty(x), tuple(x.shape)), order="C")
         targets, source, indices = destinations(call, torch.arange(x.numel()).reshape(x.shape))
         updates = call.ids_or_empty(source)
-        if any(isinstance(index, Tensor) and call.known(index) is None for index in indices):
+        if any(isinstance(index, Tensor) and call.known_value(index) is None for index in indices):
             return [_scatter_anywhere(call, ids, updates, indices)]
         owners = targets.numpy().reshape(-1)
         is_sum = bool(call.get(adds)) if isinstance(adds, str) else adds
@@ -276,7 +276,7 @@ def _scatter_anywhere(call: OpCall, ids: Ids, updates: Ids, indices: list[Any]) 
 
 def embedding_backward(call: OpCall) -> Results:
     """Gradients of the rows that were looked up are added to them."""
-    ids, indices = call.ids(call["grad_output"]), call.known(call["indices"])
+    ids, indices = call.ids(call["grad_output"]), call.known_value(call["indices"])
     if ids is None or indices is None:
         return None
     rows, width = call.shape
@@ -459,7 +459,7 @@ def _unsample(call: OpCall, ids: Ids, x: Tensor, grid: Tensor) -> Ids:
     pixels = math.prod(x.shape[2:])
     parts = []
     for example in range(examples):
-        if call.known(grid) is None or pixels * ids[example, 0].size > LARGEST:
+        if call.known_value(grid) is None or pixels * ids[example, 0].size > LARGEST:
             return np.broadcast_to(call.sets.reduce(ids, range(2, ids.ndim), keepdims=True), tuple(x.shape))
         flat = ids[example].reshape(channels, -1)
         used = np.zeros((flat.shape[1], pixels), bool)
@@ -481,7 +481,7 @@ def distance_backward(call: OpCall) -> Results:
 
 def bag_backward(call: OpCall) -> Results:
     """The gradient of a bag of rows goes to each of them."""
-    ids, indices, offsets = call.ids(call["grad"]), call.known(call["indices"]), call.known(call["offsets"])
+    ids, indices, offsets = call.ids(call["grad"]), call.known_value(call["indices"]), call.known_value(call["offsets"])
     if ids is None or indices is None or offsets is None:
         return None
     rows, width = call.shape
@@ -493,7 +493,7 @@ def bag_backward(call: OpCall) -> Results:
 
 def masked_scatter_backward(call: OpCall) -> Results:
     """The gradients at the true elements of a mask, one after another, and zeros behind them."""
-    ids, mask = call.ids(call["grad_output"]), call.known(call["mask"])
+    ids, mask = call.ids(call["grad_output"]), call.known_value(call["mask"])
     if ids is None or mask is None:
         return None
     taken = ids[np.broadcast_to(mask.numpy(force=True), ids.shape)]

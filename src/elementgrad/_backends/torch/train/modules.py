@@ -3,7 +3,7 @@
 The subclass reads trained parameters through properties, and keeps leaves out of `state_dict`. It has the name of the
 class that it is made of, so that the module looks as before. A module whose operation is known has a `Layer` mixed into
 its class, which sends gradients to the leaves by kernels; all others read their parameters as attributes and get an
-alias there (`aliased_attribute`). `operand` returns the tensor that a trained module computes with.
+alias there (`alias_attribute`). `operand` returns the tensor that a trained module computes with.
 """
 
 import sys
@@ -76,7 +76,7 @@ def _sync(parameter: TorchPartialParameter) -> None:
     parameter.sync()
 
 
-def aliased_attribute(module: Any, name: str) -> Any:
+def alias_attribute(module: Any, name: str) -> Any:
     """Return a parameter for any use of it, as the attribute `name` of its module."""
     tensor, parameter = operand(module, name)
     if parameter is not None:
@@ -87,7 +87,7 @@ def aliased_attribute(module: Any, name: str) -> Any:
     return tensor
 
 
-def aliased_elsewhere(parameter: TorchPartialParameter) -> Any:
+def alias_elsewhere(parameter: TorchPartialParameter) -> Any:
     """Return a parameter for any use of it by a module that does not own it."""
     _sync(parameter)
     if torch.is_grad_enabled() and not in_function_transform():
@@ -487,7 +487,7 @@ def _make_kernels(module: Any) -> None:
 def _subclass(original: Any, properties: tuple[str, ...], lists: tuple[str, ...]) -> type[Module]:
     members: dict[str, Any] = {"_original_class": original, "_property_names": properties, "_list_names": lists}
     members |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {name: property(partial(aliased_attribute, name=name)) for name in properties}
+    members |= {name: property(partial(alias_attribute, name=name)) for name in properties}
     members |= {name: property(partial(_get_list, name=name), partial(_set_list, name)) for name in lists}
     return type(original.__name__, (TrainedModule, *_bases(original)), members)
 
@@ -518,8 +518,8 @@ def _get_list(module: Any, name: str) -> Any:
 
     def replace(leaf: Any) -> Any:
         if id(leaf) in names:
-            return aliased_attribute(module, names[id(leaf)])
-        return aliased_elsewhere(borrowed[id(leaf)]) if id(leaf) in borrowed else leaf
+            return alias_attribute(module, names[id(leaf)])
+        return alias_elsewhere(borrowed[id(leaf)]) if id(leaf) in borrowed else leaf
 
     return pytree.map_tree(module.__dict__[name], replace)
 

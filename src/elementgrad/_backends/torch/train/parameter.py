@@ -313,7 +313,7 @@ _stepping: WeakKeyDictionary[torch.optim.Optimizer, list[TorchPartialParameter]]
 @global_hook(_global_optimizer_pre_hooks)
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Copy what was written to parameters into the leaves, where the step starts from."""
-    _stepping[optimizer] = parameters = _trained_by(optimizer)
+    _stepping[optimizer] = parameters = _find_trained(optimizer)
     if parameters and isinstance(optimizer, torch.optim.SparseAdam):
         raise OptionError("SparseAdam takes sparse gradients, and those of elements are dense; use torch.optim.Adam")
     for parameter in parameters:
@@ -327,7 +327,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameter.write_to_parameter()
 
 
-def _trained_by(optimizer: torch.optim.Optimizer) -> list[TorchPartialParameter]:
+def _find_trained(optimizer: torch.optim.Optimizer) -> list[TorchPartialParameter]:
     parameters = {}
     for param_group in optimizer.param_groups:
         for leaf in param_group["params"]:
