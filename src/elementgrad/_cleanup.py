@@ -105,9 +105,8 @@ def undo_all(undos: Undos) -> None:
         try:
             undos[-1]()
         except (KeyboardInterrupt, SystemExit) as error:
-            raised = (
-                error  # raised at the end; the undo that it hit runs again, once the scopes inside of it are closed
-            )
+            # Raised at the end; the undo that it hit runs again, once the scopes inside of it are closed.
+            raised = error
             for inner in scopes[height : height + 1]:
                 inner.close()
             continue
