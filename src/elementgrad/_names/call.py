@@ -26,12 +26,21 @@ from elementgrad._names.arguments import (
     require_callable,
 )
 from elementgrad._names.backend import GIVEN, Model, Replacement, split_prefix
-from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
-from elementgrad._names.patterns import is_pattern
-from elementgrad._names.stopping import RunStopped, SingleCalls, StopRule, remember, signature, single_calls
+from elementgrad._names.capture import (
+    Capture,
+    CaptureKey,
+    RunStopped,
+    SingleCalls,
+    StopRule,
+    Transform,
+    remember,
+    signature,
+    single_calls,
+    without_capture,
+)
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.index import normalize
-from elementgrad._place.place import Place
+from elementgrad._place.place import Place, is_pattern
 from elementgrad._place.selection import Selection, resolve
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError, TracedError
 
@@ -44,7 +53,7 @@ _NUMBERED_GIVEN = re.compile(rf"(#\d+){re.escape(GIVEN)}(?=:|$)")
 _GIVEN_NUMBER = re.compile(rf"{re.escape(GIVEN)}(#\d+)(?=:|$)")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class TensorRef(pytree.Leaf):
     """A tensor of a call: an input by its position, a tensor that a model holds, or a value that the run computes."""
 
@@ -92,7 +101,7 @@ ONLY_OUTPUT = TensorRef("", "output")
 """The only floating output, whatever it is called."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operand(pytree.Leaf):
     """One side of a Jacobian: a tensor by its position among the inputs or outputs, or some of its elements."""
 
@@ -168,7 +177,8 @@ class BoundCall:
     def __init__(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[Place] = ()
     ):
-        require_callable(function)
+        if not callable(function):
+            require_callable(function)
         self.function = function
         self._bound = BoundArguments.of(function, args, kwargs)
         self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of all it is
@@ -176,8 +186,11 @@ class BoundCall:
         self.inputs: list[TensorRef] = []
         self._arrays: set[str] = set()  # the inputs that were given as NumPy arrays
         self._roots: dict[str, Any] = dict(function.roots) if isinstance(function, NamedFunction) else {}
-        owners = [registry.module_of(root)[0] for root in self._roots.values()]
-        backends: dict[str, Backend] = {backend.name: backend for backend in owners if backend is not None}
+        backends: dict[str, Backend] = {}
+        for root in self._roots.values():
+            backend = registry.module_of(root)[0]
+            if backend is not None:
+                backends[backend.name] = backend
         arrays: list[tuple[int, TensorRef, tuple[str, int]]] = []
         indices = itertools.count()
         for argument, leaves in self._bound.named_leaves(self._shared):

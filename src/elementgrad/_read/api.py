@@ -17,10 +17,8 @@ from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._names.names import expand_patterns
-from elementgrad._names.patterns import is_pattern
-from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad._place.place import Place, is_pattern, parse_place, parse_target
 from elementgrad._place.selection import Selection
-from elementgrad._read.budget import parse_budget
 from elementgrad._read.cone import ConeLinearization, is_large, parse_cone, record
 from elementgrad._read.jacobian import (
     Evaluation,
@@ -30,6 +28,7 @@ from elementgrad._read.jacobian import (
     read_together,
     reverse_only,
 )
+from elementgrad._read.plan import parse_budget
 from elementgrad.errors import OptionError, PlaceError, SelectionError
 
 Tensor = Any

@@ -15,8 +15,7 @@ from elementgrad._names.call import BoundCall, Operand
 from elementgrad._place import edit
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
-from elementgrad._read.budget import format_bytes
-from elementgrad._read.plan import BlockLayout, Plan
+from elementgrad._read.plan import BlockLayout, Plan, format_bytes
 from elementgrad._read.sparse import Compressed, EntryRequest, Format, Prepared
 from elementgrad._read.sweeps import SweepRunner
 from elementgrad._sparsity.pattern import Pattern

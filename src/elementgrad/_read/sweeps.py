@@ -25,8 +25,17 @@ from elementgrad._backends.autodiff import (
 )
 from elementgrad._backends.base import Backend
 from elementgrad._place.selection import Selection
-from elementgrad._read.budget import Progress, default_budget, format_bytes, free_memory
-from elementgrad._read.plan import Mode, Plan, Task, choose_direction, fit_to_budget
+from elementgrad._read.plan import (
+    Mode,
+    Plan,
+    Progress,
+    Task,
+    choose_direction,
+    default_budget,
+    fit_to_budget,
+    format_bytes,
+    free_memory,
+)
 from elementgrad.errors import BatchError, FrameworkError, SizeError
 
 Tensor = Any
