@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
@@ -187,8 +187,7 @@ def plain_attributes(values: Any) -> Hashable:
 # Captures
 
 
-@dataclass(frozen=True)
-class CapturedValue:
+class CapturedValue(NamedTuple):
     """One tensor that a run captured."""
 
     kind: str
@@ -220,8 +219,7 @@ class CapturedValue:
         return [head + tail for head in heads for tail in tails]
 
 
-@dataclass(frozen=True)
-class CaptureKey:
+class CaptureKey(NamedTuple):
     """The name of a value that a run is to capture."""
 
     name: str

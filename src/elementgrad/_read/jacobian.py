@@ -45,7 +45,7 @@ LARGEST_COLOURED = 2 * 10**7
 """Blocks of more numbers are read row by row: the positions of so many would take more memory than they do."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ReadOptions:
     """The options of a read."""
 
@@ -58,7 +58,7 @@ class ReadOptions:
     """Directions that are not to be used, and why."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Origin:
     """The call that derivatives come from: evaluated again at another point, in another process, or to explain one."""
 
@@ -72,7 +72,7 @@ class Origin:
     """The output element whose gradient is differentiated, for second derivatives."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Evaluation:
     """A linearized function, whose Jacobians share it, and the options of their reads."""
 
@@ -599,7 +599,7 @@ def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
     if len(jacobians) > 1:
         numbers = [jacobian._wrt.index for jacobian in jacobians]
         sizes = [jacobian._runner.wrt_sizes[0] for jacobian in jacobians]
-        runner = replace(runner, inputs=numbers, wrt_sizes=sizes)
+        runner = runner.with_inputs(numbers, sizes)
     blocks = runner.read_block(first._select(..., first._of), columns)
     return [
         jacobian._finish(block, (*jacobian._of.shape, *jacobian._wrt.shape))

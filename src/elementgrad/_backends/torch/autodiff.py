@@ -60,10 +60,9 @@ from elementgrad._backends.torch._compat import (
 )
 from elementgrad._backends.torch.isolate import (
     DUAL_NUMBERS,
-    NULL_CONTEXT,
     Freezable,
     State,
-    in_mode,
+    enter_mode,
     isolated,
     state,
 )
@@ -152,11 +151,11 @@ class TorchLinearization(Linearization):
             leaves: list[Any] = []
             arguments: list[Any] = []
             uses.clear()
-            with (
-                isolated(run.function, start, plain_attention, current) as runs_user_code,
-                checkpointing_disabled(run.inside) if runs_user_code else NULL_CONTEXT,
-                in_mode(Freezable()) if freezes else NULL_CONTEXT,
-            ):
+            with isolated(run.function, start, plain_attention, current) as runs_user_code:
+                if runs_user_code:
+                    disable_checkpointing(run.inside)
+                if freezes:
+                    enter_mode(Freezable())
                 for i, x in enumerate(inputs):
                     leaf: Any = ActivationTap() if x is None else _make_leaf(x, create_graph)
                     leaves.append(leaf)
