@@ -15,15 +15,15 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
-from elementgrad._cleanup import Lock, defer, push, scope
+from elementgrad._cleanup import defer, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.arguments import positional_parameters
 from elementgrad._names.backend import GIVEN, NamesBackend
@@ -42,13 +42,11 @@ class _CaptureState(threading.local):
 
 
 _local = _CaptureState()
-_lock = Lock()
 # The types of tensors whose tags do nothing without a capture, and so cost nothing. Neither this
 # nor `MARKS` is a set: the compiler of PyTorch looks into no set in version 2.8.
 _never_staged: tuple[type, ...] = ()
 _no_capture = nullcontext()
-_open_entries: set[object] = set()  # captures open in any thread
-_open_count = 0  # their number, as a plain int that a compiler of Python code can check for nothing
+_open_entries: list[object] = []  # captures open in any thread; a compiler of Python code checks for nothing if any are
 
 
 def tag(value: Value, name: str) -> Value:
@@ -77,9 +75,9 @@ def tag(value: Value, name: str) -> Value:
     global _never_staged
     if not isinstance(name, str) or not name or (not name.isidentifier() and any(mark in name for mark in MARKS)):
         raise PlaceError(f"{name!r} is not a name for a tag; give a str without brackets, parentheses, '#' and ':'")
-    if not _open_count and type(value) in _never_staged:
+    if not _open_entries and type(value) in _never_staged:
         return value
-    if _open_count:
+    if _open_entries:
         capture, here = _innermost()
         if capture is not None and here(name):
             return capture.capture("activation", name, value)
@@ -295,11 +293,9 @@ class Capture:
         """Return True if the values of a name are captured."""
         return self.everything or base in self.bases
 
-    @contextmanager
-    def open(self, here: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-        """Capture what this thread tags, if `here(name)` is True; otherwise the tag is staged."""
-        with _open_capture(self, here):
-            yield
+    def open(self, here: Callable[[str], bool] = lambda name: True) -> AbstractContextManager[None]:
+        """Capture what this thread tags in a block, if `here(name)` is True; otherwise the tag is staged."""
+        return _CaptureScope(self, here)
 
     def capture(
         self, kind: str, base: str, value: Value, other_keys: Mapping[str, str] = MappingProxyType({})
@@ -418,31 +414,29 @@ class Capture:
 
 def without_capture() -> AbstractContextManager[None]:
     """Run what is inside without a capture: tags in it are its own, and not those of a run around it."""
-    return _open_capture(None, lambda name: False) if _open_count else _no_capture
+    return _CaptureScope(None, lambda name: False) if _open_entries else _no_capture
 
 
-@contextmanager
-def _open_capture(capture: Capture | None, here: Callable[[str], bool]) -> Iterator[None]:
-    with scope():
+class _CaptureScope(scope):
+    """A `with` block in which the named values of this thread are handed to a capture, or to none."""
+
+    __slots__ = ("_capture", "_here")
+
+    def __init__(self, capture: Capture | None, here: Callable[[str], bool]):
+        self._capture = capture
+        self._here = here
+
+    def __enter__(self) -> None:
+        super().__enter__()
         entry = object()
         defer(_forget_entry, entry)
-        push(_local, "captures", (capture, here))
-        _note_entry(entry)
-        yield
-
-
-def _note_entry(entry: object) -> None:
-    global _open_count
-    with _lock.hold():
-        _open_entries.add(entry)
-        _open_count = len(_open_entries)
+        push(_local, "captures", (self._capture, self._here))
+        _open_entries.append(entry)
 
 
 def _forget_entry(entry: object) -> None:
-    global _open_count
-    with _lock.hold():
-        _open_entries.discard(entry)
-        _open_count = len(_open_entries)
+    if entry in _open_entries:
+        _open_entries.remove(entry)
 
 
 def _innermost() -> tuple[Capture | None, Callable[[str], bool]]:

@@ -147,7 +147,10 @@ class Jacobian:
         if not isinstance(sides, tuple) or len(sides) != 2:
             count = f"{len(sides)} indices" if isinstance(sides, tuple) else "one index"
             raise SelectionError(f"{count}: {SIDES}")
-        rows, columns = self._select(sides[0], self._of), self._select(sides[1], self._wrt)
+        return self._read(*sides)
+
+    def _read(self, out: Any = ..., in_: Any = ...) -> Tensor:
+        rows, columns = self._select(out, self._of), self._select(in_, self._wrt)
         coloured = self._colour_block(rows, columns)
         block = coloured.read(self._runner) if coloured else self._runner.read_block(rows, [columns])[0]
         return self._finish(block, (*rows.shape, *columns.shape))
@@ -242,7 +245,7 @@ class Jacobian:
                 [1., 3.]])
         """
         if executor is None and out is None:
-            return self[..., ...]
+            return self._read()
         if out is not None:
             from elementgrad._read.zarr import check_out
 

@@ -269,11 +269,12 @@ class TorchLinearization(Linearization):
                     return None, True
                 sweep, seeds = self._make_vjp(gradient, [cotangent]), clone_inference_tensor(seeds)
                 # In a list, of which `unshare` sees if anything else holds the memory of what is in it.
-                derivatives = list(sweep(seeds[0])) if len(seeds) == 1 else batched_vjp(sweep, seeds)
+                count = seeds.shape[0]
+                derivatives = list(sweep(seeds[0])) if count == 1 else batched_vjp(sweep, seeds)
                 (tangents,) = unshare(derivatives, self._create_graph)
                 if tangents is None:
                     raise UnsupportedError("a reverse rule cannot be transposed")
-                tangents = tangents.unsqueeze(0) if len(seeds) == 1 else tangents
+                tangents = tangents.unsqueeze(0) if count == 1 else tangents
                 checked = not _is_opaque(tangents)
                 if checked:
                     self._check_tangents(y, leaf, tangents, seeds, project)
@@ -479,7 +480,7 @@ def batched_vjp(sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
     Not by `is_grads_batched=True`, which knows fewer rules and worse ones.
     """
     lazy_load_decompositions()
-    count = len(seeds)
+    count = seeds.shape[0]
     with scope():
         enter(no_performance_warnings())
         enter(disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS))
