@@ -291,11 +291,11 @@ class _Options(NamedTuple):
 
     @classmethod
     def parse(cls, unconnected: Any, budget: Any, create_graph: Any, batch: Any) -> "_Options":
-        zero = parse_unconnected(unconnected)
         for name, flag in (("batch", batch), ("create_graph", create_graph)):
-            if not isinstance(flag, bool):
+            if flag is not False and flag is not True:
                 raise option_error(name, flag, "is neither True nor False; give one of them")
-        return cls(zero, None if budget is None else parse_budget(budget), create_graph, batch)
+        budget = None if budget is None else parse_budget(budget)
+        return cls(parse_unconnected(unconnected), budget, create_graph, batch)
 
 
 @dataclass(eq=False, slots=True)

@@ -129,13 +129,15 @@ class TorchModel(Model):
         if above.endswith(KERAS_PARAMETERS):
             for module in self._find(above.removesuffix(KERAS_PARAMETERS)):
                 require_keras_on_tensorflow(module)
-        for module in self._find(above):
+        layers = [root for prefix, root in self.roots.items() if prefix == name]
+        for module in self._find(above) if last else ():
+            layers += [module] if module._modules.get(last) is not None else []
             matches += [
                 (kind, _original(tensors[last]))
                 for kind, tensors in _tensors_of(module)
                 if tensors.get(last) is not None
             ]
-        return matches + [("activation", None) for _ in self._find(name)]
+        return matches + [("activation", None) for _ in layers]
 
     @contextmanager
     def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
