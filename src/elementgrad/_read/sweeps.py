@@ -83,9 +83,20 @@ class SweepRunner:
         self, inputs: Sequence[int], wrt_sizes: Sequence[int], linear: Linearization | None = None
     ) -> "SweepRunner":
         """Return the same reads by other inputs, which learn together with these."""
-        linear, learnt = linear or self.linear, (self.missing_rules, self.unbatchable, self.unmixed_inputs)
-        options = self.batch, self.budget
-        return SweepRunner(self.backend, linear, self.output, inputs, self.of_size, wrt_sizes, *options, *learnt)
+        return SweepRunner(
+            self.backend,
+            self.linear if linear is None else linear,
+            self.output,
+            inputs,
+            self.of_size,
+            wrt_sizes,
+            self.batch,
+            self.budget,
+            self.missing_rules,
+            self.unbatchable,
+            self.unmixed_inputs,
+            self.transposes,
+        )
 
     # Plans
 
