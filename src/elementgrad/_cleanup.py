@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, _GeneratorContextManager, suppress
-from dataclasses import dataclass
 from functools import partial, wraps
 from operator import call
 from types import CodeType
@@ -62,14 +61,11 @@ class scope:  # noqa: N801
         _thread.scopes.append(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
     def undo(self) -> None:
         """Run the undos of this scope alone."""
         undo_all(self.undos)
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Run all undos registered since this scope was entered; none if it was left already."""
         # A generator that an interrupt left behind closes its scope when it is collected, which may be long after the
         # scopes around it have, in the middle of another verb, or in another thread.
@@ -92,6 +88,8 @@ class scope:  # noqa: N801
                 raise raised
             finally:
                 del raised  # or it and this frame would keep each other alive, and the user's tensors with them
+
+    __exit__ = close
 
 
 def undo_all(undos: Undos) -> None:
@@ -231,16 +229,14 @@ class Lock:
     """
 
     def __init__(self) -> None:
-        self._holder: dict[str, _Holder] = {}
+        self._holder: dict[str, list[int]] = {}
+        """The thread that holds it, in a list, as every list is an object of its own."""
 
     def take(self) -> None:
         """Take the lock until the innermost open scope is left."""
-        me = _Holder(threading.get_ident())
+        me = [threading.get_ident()]
         defer(self._release, me)
-        while True:
-            holder = self._holder.setdefault("holder", me)
-            if holder.thread == me.thread:
-                return
+        while self._holder.setdefault("holder", me) != me:
             time.sleep(0.0002)
 
     def hold(self) -> "_LockScope":
@@ -250,16 +246,11 @@ class Lock:
     def is_held_elsewhere(self) -> bool:
         """Return True if another thread holds the lock."""
         holder = self._holder.get("holder")
-        return holder is not None and holder.thread != threading.get_ident()
+        return holder is not None and holder[0] != threading.get_ident()
 
-    def _release(self, me: "_Holder") -> None:
+    def _release(self, me: list[int]) -> None:
         if self._holder.get("holder") is me:
             del self._holder["holder"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Holder:
-    thread: int
 
 
 class _LockScope(scope):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad._names.patterns import match_names
+from elementgrad._names.names import match_names
 from tests.support.frameworks import JAX
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad._read import budget as bytes_of
+from elementgrad._read import plan as bytes_of
 from elementgrad._read.plan import LIVE_DERIVATIVES, Task, choose_direction, fit_to_budget
 
 counts = st.integers(1, 10**6)

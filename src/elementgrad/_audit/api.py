@@ -19,9 +19,9 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._names.arguments import NamedFunction
 from elementgrad._names.backend import Model
 from elementgrad._names.call import BoundCall
-from elementgrad._names.patterns import is_pattern, match_names
+from elementgrad._names.names import match_names
 from elementgrad._place.grammar import listed, nearest
-from elementgrad._place.place import Place
+from elementgrad._place.place import Place, is_pattern
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, quoted
 
 Tensor = Any

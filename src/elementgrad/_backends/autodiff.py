@@ -196,9 +196,11 @@ class TangentCheck:
     def expect(self, seed: np.ndarray) -> None:
         """Compute the products of the forward sweeps with the seed, as it is in the dtype of the output."""
         # NumPy sums pairwise, so that errors stay far below the tolerance in single precision as well. A matrix library
-        # has threads of its own, which would wait for those of the framework.
-        self._expected = np.multiply(self._tangents, seed.reshape(-1), out=self._memory).sum(-1)
-        self._tolerance = self._precision**0.5 * np.abs(self._memory, out=self._memory).sum(-1)
+        # has threads of its own, which would wait for those of the framework. The tolerance, for which the memory still
+        # has absolute values, needs no such care; `einsum` stores no products.
+        seed = seed.reshape(-1)
+        self._tolerance = self._precision**0.5 * np.einsum("ij,j->i", self._memory, seed)
+        self._expected = np.multiply(self._tangents, seed, out=self._memory).sum(-1)
 
     def compare(self, sign: int, products: np.ndarray) -> None:
         """Raise `UnsupportedError` unless a reverse sweep from `sign` times the seed has these products."""

@@ -36,8 +36,8 @@ from elementgrad._cli.output import FINDING, InputError, is_stdout_unicode, say,
 from elementgrad._cli.parser import make_parser
 from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
-from elementgrad._names.patterns import is_pattern
-from elementgrad._read.budget import parse_budget
+from elementgrad._place.place import is_pattern
+from elementgrad._read.plan import parse_budget
 from elementgrad._train.api import apply_to_path, patch_state, reverse_patch
 from elementgrad._train.diff import compare
 from elementgrad._train.entries import place_label

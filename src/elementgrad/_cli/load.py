@@ -26,9 +26,8 @@ from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._files import read_npz
 from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments
-from elementgrad._names.patterns import is_pattern
 from elementgrad._place.grammar import nearest
-from elementgrad._place.place import Place
+from elementgrad._place.place import Place, is_pattern
 from elementgrad._train.numbers import VIEWS
 from elementgrad._train.weights import DTYPES
 from elementgrad.errors import require_packages

@@ -161,12 +161,11 @@ class BoundArguments:
         self._positional = positional
         self._signature = signature
         """None if all were given by position."""
-
-    @property
-    def keywords(self) -> str | None:
+        self.keywords: str | None = None
         """The parameter that takes arguments of any name, if there are such; each of them has its own name."""
-        parameters = [] if self._signature is None else self._signature.parameters.values()
-        return next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
+        if signature is not None:
+            parameters = signature.parameters.values()
+            self.keywords = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
 
     def named_leaves(self, shared: pytree.SharedObjects) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
         """Yield each argument with its leaves by name."""

@@ -26,12 +26,21 @@ from elementgrad._names.arguments import (
     require_callable,
 )
 from elementgrad._names.backend import GIVEN, Model, Replacement, split_prefix
-from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
-from elementgrad._names.patterns import is_pattern
-from elementgrad._names.stopping import RunStopped, SingleCalls, StopRule, remember, signature, single_calls
+from elementgrad._names.capture import (
+    Capture,
+    CaptureKey,
+    RunStopped,
+    SingleCalls,
+    StopRule,
+    Transform,
+    remember,
+    signature,
+    single_calls,
+    without_capture,
+)
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.index import normalize
-from elementgrad._place.place import Place
+from elementgrad._place.place import Place, is_pattern
 from elementgrad._place.selection import Selection, resolve
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError, TracedError
 
@@ -44,7 +53,7 @@ _NUMBERED_GIVEN = re.compile(rf"(#\d+){re.escape(GIVEN)}(?=:|$)")
 _GIVEN_NUMBER = re.compile(rf"{re.escape(GIVEN)}(#\d+)(?=:|$)")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class TensorRef(pytree.Leaf):
     """A tensor of a call: an input by its position, a tensor that a model holds, or a value that the run computes."""
 
@@ -92,7 +101,7 @@ ONLY_OUTPUT = TensorRef("", "output")
 """The only floating output, whatever it is called."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operand(pytree.Leaf):
     """One side of a Jacobian: a tensor by its position among the inputs or outputs, or some of its elements."""
 
@@ -119,9 +128,10 @@ class Operand(pytree.Leaf):
         if None in shape:
             raise TracedError(f"the shape {shape} of {name} is not known while tracing; give it with a signature")
         shape = tuple(map(int, shape))
-        if batch and not shape:
-            raise OptionError(f"{name} has no axes, so it holds no batch; leave batch=True out")
-        shape = shape[1:] if batch else shape
+        if batch:
+            if not shape:
+                raise OptionError(f"{name} has no axes, so it holds no batch; leave batch=True out")
+            shape = shape[1:]
         if not place.index:
             return cls(name, index, tensor, shape, None, order, place)
         named = Place(None, name, place.index, place.kind, pointwise=place.pointwise)
@@ -168,7 +178,8 @@ class BoundCall:
     def __init__(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[Place] = ()
     ):
-        require_callable(function)
+        if not callable(function):
+            require_callable(function)
         self.function = function
         self._bound = BoundArguments.of(function, args, kwargs)
         self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of all it is
@@ -176,8 +187,11 @@ class BoundCall:
         self.inputs: list[TensorRef] = []
         self._arrays: set[str] = set()  # the inputs that were given as NumPy arrays
         self._roots: dict[str, Any] = dict(function.roots) if isinstance(function, NamedFunction) else {}
-        owners = [registry.module_of(root)[0] for root in self._roots.values()]
-        backends: dict[str, Backend] = {backend.name: backend for backend in owners if backend is not None}
+        backends: dict[str, Backend] = {}
+        for root in self._roots.values():
+            backend = registry.module_of(root)[0]
+            if backend is not None:
+                backends[backend.name] = backend
         arrays: list[tuple[int, TensorRef, tuple[str, int]]] = []
         indices = itertools.count()
         for argument, leaves in self._bound.named_leaves(self._shared):
@@ -245,7 +259,8 @@ class BoundCall:
             return self._only_input()
         if is_pattern(place.name):
             raise PlaceError(f"{place} is a pattern of several names, and one place is needed here; give one name")
-        name = self.model.canonical_name(_NUMBERED_GIVEN.sub(rf"{GIVEN}\1", place.name))
+        name = place.name if GIVEN not in place.name else _NUMBERED_GIVEN.sub(rf"{GIVEN}\1", place.name)
+        name = self.model.canonical_name(name)
         named = [ref for ref in self.inputs if ref.name == name.replace(":", ".")] or self._find_alias(name)
         named += [TensorRef(name, kind, tensor, exact=True) for kind, tensor in self.model.lookup(name)]
         name = name if named else self._given_by_parameter(name)
@@ -262,10 +277,12 @@ class BoundCall:
             raise PlaceError(
                 f"{len(fitting)} {kinds[0]}s are named {name!r}; rename the keys of the dicts that hold them"
             )
+        if fitting:
+            return fitting[0]
         is_container = place.kind is None and any(ref.name.startswith(f"{name}.") for ref in self.inputs)
-        if not fitting and (is_container or place.kind not in (None, *COMPUTED)):
+        if is_container or place.kind not in (None, *COMPUTED):
             raise self._unknown_name_error(name, place.kind, [])
-        return fitting[0] if fitting else TensorRef(name, place.kind)
+        return TensorRef(name, place.kind)
 
     def find_target(self, place: Place) -> TensorRef:
         """Return the tensor that a place names, as one to differentiate; without a name the only floating output."""
@@ -304,8 +321,8 @@ class BoundCall:
         kept = [target.key for target in targets if target.tensor is None and target is not ONLY_OUTPUT]
         capture = None
         # The output is there after the run, and needs no capture if it is one tensor, which all of its names mean then.
-        only_output = not transforms and {(key.kind, key.name) for key in kept} <= {("output", "output")}
-        if (transforms or kept) and not only_output:
+        only_output = not transforms and all(key.kind == key.name == "output" for key in kept)
+        if not only_output:
             inner = stops and not any(target.computed and target.kind == "output" for target in targets)
             stop = self._stop_rule((*transforms, *kept)) if inner else None
             capture = Capture(self.backend, transforms, kept, stop=stop)
@@ -465,7 +482,8 @@ class BoundCall:
 
     def _only_input(self) -> TensorRef:
         floats = [ref for ref in self.inputs if self.backend.kind(ref.tensor) in "fc"]
-        floats = [ref for ref in floats if ref.name not in self._arrays] or floats  # tensors come before arrays
+        if self._arrays:  # tensors come before arrays
+            floats = [ref for ref in floats if ref.name not in self._arrays] or floats
         if len(floats) != 1:
             parameters = [name for name, kind, _ in self.model.named_tensors() if kind == "parameter"]
             inputs = [(ref.name, ref.tensor) for ref in self.inputs]
@@ -569,20 +587,18 @@ def _as_transform(new: Any) -> Transform:
 def _only_backend(
     function: Callable[..., Any], backends: Mapping[str, Backend], args: Sequence[Any], arrays: Sequence[np.ndarray]
 ) -> Backend:
-    model_backend = registry.backend_of_model(function) if not backends else None
-    if model_backend is None and not backends and (arrays or not args):
-        model_backend = backend_of_code(function)
-        if arrays and model_backend is not None and not model_backend.names.takes_arrays:
-            model_backend = None
-    if model_backend is not None:
-        return model_backend
-    if not backends:
-        registry.require_backend(next(iter(arrays or args), None))  # raises, and says what fits
     if len(backends) > 1:
         raise FrameworkError(
             f"the arguments are tensors of {' and '.join(sorted(backends))}; use one framework for all"
         )
-    return next(iter(backends.values()))
+    if backends:
+        return next(iter(backends.values()))
+    backend = registry.backend_of_model(function)
+    if backend is None and (arrays or not args):
+        backend = backend_of_code(function)
+        if arrays and backend is not None and not backend.names.takes_arrays:
+            backend = None
+    return backend or registry.require_backend(next(iter(arrays or args), None))  # raises, and says what fits
 
 
 def _not_one_error(

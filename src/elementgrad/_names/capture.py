@@ -2,24 +2,31 @@
 
 A thread has a stack of open captures. `eg.tag`, and the hooks that backends put on layers, hand every named value to
 the innermost one, and the function goes on with what it returns.
+
+A run is stopped at the last value that was asked for, so that nothing behind it is computed. `name#k` is one value, and
+once it is there nothing that follows can change the answer. A bare name is an error where its layer is called twice,
+which only a run to the end can show. So the names that a complete run has computed once are remembered for the model
+(`SingleCalls`), and a later run of the same model, by arguments of the same shapes, stops there. The run is left by an
+exception that `except Exception` does not catch. Where the user's code catches it all the same, the values that were
+captured before are right, and later runs of this model are not stopped.
 """
 
 import itertools
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
-from elementgrad._cleanup import Lock, defer, push, scope
+from elementgrad._cleanup import defer, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.arguments import positional_parameters
 from elementgrad._names.backend import GIVEN, NamesBackend
-from elementgrad._names.stopping import RunStopped, StopRule
 from elementgrad.errors import PlaceError
 
 Tensor = Any
@@ -35,13 +42,11 @@ class _CaptureState(threading.local):
 
 
 _local = _CaptureState()
-_lock = Lock()
 # The types of tensors whose tags do nothing without a capture, and so cost nothing. Neither this
 # nor `MARKS` is a set: the compiler of PyTorch looks into no set in version 2.8.
 _never_staged: tuple[type, ...] = ()
 _no_capture = nullcontext()
-_open_entries: set[object] = set()  # captures open in any thread
-_open_count = 0  # their number, as a plain int that a compiler of Python code can check for nothing
+_open_entries: list[object] = []  # captures open in any thread; a compiler of Python code checks for nothing if any are
 
 
 def tag(value: Value, name: str) -> Value:
@@ -70,9 +75,9 @@ def tag(value: Value, name: str) -> Value:
     global _never_staged
     if not isinstance(name, str) or not name or (not name.isidentifier() and any(mark in name for mark in MARKS)):
         raise PlaceError(f"{name!r} is not a name for a tag; give a str without brackets, parentheses, '#' and ':'")
-    if not _open_count and type(value) in _never_staged:
+    if not _open_entries and type(value) in _never_staged:
         return value
-    if _open_count:
+    if _open_entries:
         capture, here = _innermost()
         if capture is not None and here(name):
             return capture.capture("activation", name, value)
@@ -101,8 +106,86 @@ def _stage_parts(value: Value, name: str) -> Value:
     return pytree.map_tree(value, stage)
 
 
+# Where runs stop
+
+MAX_SIGNATURES = 16
+"""Shapes of arguments for which the names of one model are remembered."""
+
+
+class RunStopped(BaseException):
+    """Raised to leave a run once all requested values are captured."""
+
+
 @dataclass(frozen=True)
-class CapturedValue:
+class StopRule:
+    """The names at which a run may stop."""
+
+    single: Collection[str]
+    """The names of one value: they say which call, or an earlier complete run has computed them once."""
+    allowed: Callable[[], bool]
+    """Returns True if the code that is running now can be left here."""
+
+
+@dataclass
+class SingleCalls:
+    """The names that complete runs of one model have computed once."""
+
+    structure: Hashable
+    names: dict[Hashable, set[str]] = field(default_factory=dict)
+    """By the method that ran and the signature of its arguments."""
+    stops: bool = True
+    """False once the model has caught the exception that leaves a run."""
+
+
+_models: dict[int, tuple[weakref.ref[Any], SingleCalls]] = {}
+"""By the id of the model, as models need not be hashable."""
+
+
+def single_calls(model: Any, structure: Hashable) -> SingleCalls:
+    """Return what is remembered of a model; nothing if its structure is not what it was."""
+    known = _models.get(id(model))
+    if known is not None and known[0]() is model:
+        if known[1].structure == structure:
+            return known[1]
+        stops = known[1].stops
+    else:
+        stops = True
+    key = id(model)
+    memory = SingleCalls(structure, stops=stops)
+    _models[key] = weakref.ref(model, lambda _: _models.pop(key, None)), memory
+    return memory
+
+
+def remember(memory: SingleCalls, call: Hashable, names: Iterable[str]) -> None:
+    """Note names that a complete run has computed once."""
+    if call not in memory.names and len(memory.names) >= MAX_SIGNATURES:
+        memory.names.pop(next(iter(memory.names)), None)
+    memory.names.setdefault(call, set()).update(names)
+
+
+def signature(leaves: Iterable[tuple[str, Any]]) -> Hashable:
+    """Return what the calls of layers may depend on in some arguments: shapes, dtypes and plain values."""
+    parts: list[Hashable] = []
+    for name, leaf in leaves:
+        shape = getattr(leaf, "shape", None)
+        if type(leaf) in pytree.SIMPLE:
+            parts.append((name, type(leaf), leaf))
+        elif shape is not None and (registry.backend_of(leaf) is not None or type(leaf).__module__ == "numpy"):
+            parts.append((name, tuple(shape), str(leaf.dtype)))
+        else:
+            parts.append((name, id(leaf)))
+    return tuple(parts)
+
+
+def plain_attributes(values: Any) -> Hashable:
+    """Return the numbers, flags and texts among the attributes of a module, on which its code may branch."""
+    return tuple([(name, value) for name, value in values.items() if type(value) in pytree.SIMPLE])
+
+
+# Captures
+
+
+class CapturedValue(NamedTuple):
     """One tensor that a run captured."""
 
     kind: str
@@ -134,8 +217,7 @@ class CapturedValue:
         return [head + tail for head in heads for tail in tails]
 
 
-@dataclass(frozen=True)
-class CaptureKey:
+class CaptureKey(NamedTuple):
     """The name of a value that a run is to capture."""
 
     name: str
@@ -211,11 +293,9 @@ class Capture:
         """Return True if the values of a name are captured."""
         return self.everything or base in self.bases
 
-    @contextmanager
-    def open(self, here: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-        """Capture what this thread tags, if `here(name)` is True; otherwise the tag is staged."""
-        with _open_capture(self, here):
-            yield
+    def open(self, here: Callable[[str], bool] = lambda name: True) -> AbstractContextManager[None]:
+        """Capture what this thread tags in a block, if `here(name)` is True; otherwise the tag is staged."""
+        return _CaptureScope(self, here)
 
     def capture(
         self, kind: str, base: str, value: Value, other_keys: Mapping[str, str] = MappingProxyType({})
@@ -334,31 +414,29 @@ class Capture:
 
 def without_capture() -> AbstractContextManager[None]:
     """Run what is inside without a capture: tags in it are its own, and not those of a run around it."""
-    return _open_capture(None, lambda name: False) if _open_count else _no_capture
+    return _CaptureScope(None, lambda name: False) if _open_entries else _no_capture
 
 
-@contextmanager
-def _open_capture(capture: Capture | None, here: Callable[[str], bool]) -> Iterator[None]:
-    with scope():
+class _CaptureScope(scope):
+    """A `with` block in which the named values of this thread are handed to a capture, or to none."""
+
+    __slots__ = ("_capture", "_here")
+
+    def __init__(self, capture: Capture | None, here: Callable[[str], bool]):
+        self._capture = capture
+        self._here = here
+
+    def __enter__(self) -> None:
+        super().__enter__()
         entry = object()
         defer(_forget_entry, entry)
-        push(_local, "captures", (capture, here))
-        _note_entry(entry)
-        yield
-
-
-def _note_entry(entry: object) -> None:
-    global _open_count
-    with _lock.hold():
-        _open_entries.add(entry)
-        _open_count = len(_open_entries)
+        push(_local, "captures", (self._capture, self._here))
+        _open_entries.append(entry)
 
 
 def _forget_entry(entry: object) -> None:
-    global _open_count
-    with _lock.hold():
-        _open_entries.discard(entry)
-        _open_count = len(_open_entries)
+    if entry in _open_entries:
+        _open_entries.remove(entry)
 
 
 def _innermost() -> tuple[Capture | None, Callable[[str], bool]]:

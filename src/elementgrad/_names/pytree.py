@@ -106,7 +106,7 @@ def replace_leaves(tree: Any, new: Mapping[int, Any]) -> Any:
 
 def unflatten_like(tree: Any, new: Sequence[Any]) -> Any:
     """Return the same structure with other leaves, in the order of `leaves_of`."""
-    if isinstance(tree, (Leaf, Place)):
+    if type(tree) in _leaf_types:
         return new[0]
     rest = iter(new)
     return map_tree(tree, lambda _: next(rest))

@@ -425,6 +425,10 @@ def parse_place(named: Named) -> Place:
     return Place(place)
 
 
+def is_pattern(name: str | None) -> bool:
+    return name is not None and "*" in name
+
+
 _parse_name = lru_cache(maxsize=1024)(Place.parse)
 """Kept, since parsing takes longer than most of what a small read does; places do not change."""
 

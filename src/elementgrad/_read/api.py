@@ -17,10 +17,8 @@ from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._names.names import expand_patterns
-from elementgrad._names.patterns import is_pattern
-from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad._place.place import Place, is_pattern, parse_place, parse_target
 from elementgrad._place.selection import Selection
-from elementgrad._read.budget import parse_budget
 from elementgrad._read.cone import ConeLinearization, is_large, parse_cone, record
 from elementgrad._read.jacobian import (
     Evaluation,
@@ -30,6 +28,7 @@ from elementgrad._read.jacobian import (
     read_together,
     reverse_only,
 )
+from elementgrad._read.plan import parse_budget
 from elementgrad.errors import OptionError, PlaceError, SelectionError
 
 Tensor = Any
@@ -213,9 +212,10 @@ def grad(
         evaluation = _evaluate(f, args, kwargs, of, wrt, options, cone=cone, copy_values=False)
         return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
-    with suppress(NoConeError):
+    try:
         return read(cone)
-    return read(False)
+    except NoConeError:
+        return read(False)
 
 
 @not_compiled
@@ -291,14 +291,14 @@ class _Options(NamedTuple):
 
     @classmethod
     def parse(cls, unconnected: Any, budget: Any, create_graph: Any, batch: Any) -> "_Options":
-        zero = parse_unconnected(unconnected)
         for name, flag in (("batch", batch), ("create_graph", create_graph)):
-            if not isinstance(flag, bool):
+            if flag is not False and flag is not True:
                 raise option_error(name, flag, "is neither True nor False; give one of them")
-        return cls(zero, None if budget is None else parse_budget(budget), create_graph, batch)
+        budget = None if budget is None else parse_budget(budget)
+        return cls(parse_unconnected(unconnected), budget, create_graph, batch)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _NamedEvaluation(Evaluation):
     """A function evaluated at its arguments, with an operand for each name in `of` and `wrt`."""
 
@@ -314,7 +314,8 @@ class _NamedEvaluation(Evaluation):
                     f"{of.name} of shape {of.shape} is not a single number; say which element, as in "
                     f'of="{of.name}[{", ".join("0" * len(of.shape))}]", or use eg.jacobian'
                 )
-            of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
+            if of.shape:
+                of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
         blocks = read_together([Jacobian(self, of, wrt) for wrt in pytree.leaves_of(self.wrt)])
         return pytree.unflatten_like(self.wrt, blocks)
 
@@ -362,11 +363,11 @@ def _evaluate(
     With `copy_values` the values of the outputs are copied, for `J.value`: the user may write to them later.
     """
     zero, budget, create_graph, batch = options
-    of, wrt = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
-    call = BoundCall(f, args, kwargs, pytree.leaves_of(wrt))
-    of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
-    if any(map(is_pattern, [place.name for place in (*of_places, *wrt_places)])):
-        of, wrt = expand_patterns(call, of, wrt)
+    of_places, wrt_places = list(map(parse_target, pytree.leaves_of(of))), list(map(parse_place, pytree.leaves_of(wrt)))
+    call = BoundCall(f, args, kwargs, wrt_places)
+    if any(is_pattern(place.name) for place in (*of_places, *wrt_places)):
+        places = pytree.unflatten_like(of, of_places), pytree.unflatten_like(wrt, wrt_places)
+        of, wrt = expand_patterns(call, *places)
         of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
     sources, targets = list(map(call.find_source, wrt_places)), list(map(call.find_target, of_places))
     inputs, outputs = _distinct(sources), _distinct(targets)

@@ -11,9 +11,8 @@ import numpy as np
 
 from elementgrad._backends.autodiff import UnsupportedError
 from elementgrad._cleanup import close_scopes_after
-from elementgrad._read.budget import Progress, format_bytes, no_progress
 from elementgrad._read.jacobian import Jacobian, to_numpy
-from elementgrad._read.plan import Block, BlockLayout, Mode, Plan, pluralize
+from elementgrad._read.plan import Block, BlockLayout, Mode, Plan, Progress, format_bytes, no_progress, pluralize
 from elementgrad._read.sweeps import SweepRunner
 from elementgrad._read.workers import check_executor, read_on_workers
 from elementgrad._read.zarr import Fingerprint, Store, check_out, fingerprint

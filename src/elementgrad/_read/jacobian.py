@@ -15,8 +15,7 @@ from elementgrad._names.call import BoundCall, Operand
 from elementgrad._place import edit
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
-from elementgrad._read.budget import format_bytes
-from elementgrad._read.plan import BlockLayout, Plan
+from elementgrad._read.plan import BlockLayout, Plan, format_bytes
 from elementgrad._read.sparse import Compressed, EntryRequest, Format, Prepared
 from elementgrad._read.sweeps import SweepRunner
 from elementgrad._sparsity.pattern import Pattern
@@ -46,7 +45,7 @@ LARGEST_COLOURED = 2 * 10**7
 """Blocks of more numbers are read row by row: the positions of so many would take more memory than they do."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ReadOptions:
     """The options of a read."""
 
@@ -59,7 +58,7 @@ class ReadOptions:
     """Directions that are not to be used, and why."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Origin:
     """The call that derivatives come from: evaluated again at another point, in another process, or to explain one."""
 
@@ -73,7 +72,7 @@ class Origin:
     """The output element whose gradient is differentiated, for second derivatives."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Evaluation:
     """A linearized function, whose Jacobians share it, and the options of their reads."""
 
@@ -148,7 +147,10 @@ class Jacobian:
         if not isinstance(sides, tuple) or len(sides) != 2:
             count = f"{len(sides)} indices" if isinstance(sides, tuple) else "one index"
             raise SelectionError(f"{count}: {SIDES}")
-        rows, columns = self._select(sides[0], self._of), self._select(sides[1], self._wrt)
+        return self._read(*sides)
+
+    def _read(self, out: Any = ..., in_: Any = ...) -> Tensor:
+        rows, columns = self._select(out, self._of), self._select(in_, self._wrt)
         coloured = self._colour_block(rows, columns)
         block = coloured.read(self._runner) if coloured else self._runner.read_block(rows, [columns])[0]
         return self._finish(block, (*rows.shape, *columns.shape))
@@ -243,7 +245,7 @@ class Jacobian:
                 [1., 3.]])
         """
         if executor is None and out is None:
-            return self[..., ...]
+            return self._read()
         if out is not None:
             from elementgrad._read.zarr import check_out
 
@@ -600,7 +602,7 @@ def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
     if len(jacobians) > 1:
         numbers = [jacobian._wrt.index for jacobian in jacobians]
         sizes = [jacobian._runner.wrt_sizes[0] for jacobian in jacobians]
-        runner = replace(runner, inputs=numbers, wrt_sizes=sizes)
+        runner = runner.with_inputs(numbers, sizes)
     blocks = runner.read_block(first._select(..., first._of), columns)
     return [
         jacobian._finish(block, (*jacobian._of.shape, *jacobian._wrt.shape))

@@ -16,7 +16,6 @@ from elementgrad._names.call import Operand
 from elementgrad._place.place import Place
 from elementgrad._read.api import parse_unconnected
 from elementgrad._read.backend import ElementRequest, Recorder
-from elementgrad._read.budget import parse_budget
 from elementgrad._read.contributions import Share, Shares
 from elementgrad._read.jacobian import (
     Evaluation,
@@ -26,6 +25,7 @@ from elementgrad._read.jacobian import (
     reverse_only,
     unconnected_error,
 )
+from elementgrad._read.plan import parse_budget
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
 
 Tensor = Any

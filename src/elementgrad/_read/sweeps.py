@@ -8,7 +8,7 @@ returned.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -25,8 +25,17 @@ from elementgrad._backends.autodiff import (
 )
 from elementgrad._backends.base import Backend
 from elementgrad._place.selection import Selection
-from elementgrad._read.budget import Progress, default_budget, format_bytes, free_memory
-from elementgrad._read.plan import Mode, Plan, Task, choose_direction, fit_to_budget
+from elementgrad._read.plan import (
+    Mode,
+    Plan,
+    Progress,
+    Task,
+    choose_direction,
+    default_budget,
+    fit_to_budget,
+    format_bytes,
+    free_memory,
+)
 from elementgrad.errors import BatchError, FrameworkError, SizeError
 
 Tensor = Any
@@ -68,7 +77,26 @@ class SweepRunner:
 
     def at(self, linear: Linearization) -> "SweepRunner":
         """Return the same reads of the function at another point."""
-        return replace(self, linear=linear)
+        return self.with_inputs(self.inputs, self.wrt_sizes, linear)
+
+    def with_inputs(
+        self, inputs: Sequence[int], wrt_sizes: Sequence[int], linear: Linearization | None = None
+    ) -> "SweepRunner":
+        """Return the same reads by other inputs, which learn together with these."""
+        return SweepRunner(
+            self.backend,
+            self.linear if linear is None else linear,
+            self.output,
+            inputs,
+            self.of_size,
+            wrt_sizes,
+            self.batch,
+            self.budget,
+            self.missing_rules,
+            self.unbatchable,
+            self.unmixed_inputs,
+            self.transposes,
+        )
 
     # Plans
 
@@ -360,7 +388,7 @@ class SweepRunner:
             return self.run("reverse", make_seeds(linear.outputs[self.output]), 2)
         except UnsupportedError:
             return [
-                replace(self, inputs=[number]).run("forward", make_seeds(linear.inputs[number]), 2)[0]
+                self.with_inputs([number], self.wrt_sizes).run("forward", make_seeds(linear.inputs[number]), 2)[0]
                 for number in self.inputs
             ]
 
@@ -401,7 +429,7 @@ class SweepRunner:
             else Selection.at_flat(np.arange(size) if inverse is None else inverse, (size,))
             for selection, (positions, inverse), size in zip(columns, parts, sizes, strict=True)
         ]
-        return replace(self, linear=linear, inputs=range(len(sizes)), wrt_sizes=sizes), selections
+        return self.with_inputs(range(len(sizes)), sizes, linear), selections
 
     def _read_row(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
         narrow = self._narrow(columns) if self.linear.narrows else None

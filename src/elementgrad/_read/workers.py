@@ -31,9 +31,8 @@ from elementgrad._backends.base import Backend
 from elementgrad._cleanup import close_scopes_after
 from elementgrad._place.place import Place
 from elementgrad._read import api
-from elementgrad._read.budget import default_budget, no_progress
 from elementgrad._read.jacobian import Jacobian, to_numpy
-from elementgrad._read.plan import BlockLayout, Plan
+from elementgrad._read.plan import BlockLayout, Plan, default_budget, no_progress
 from elementgrad._read.zarr import Store
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError, OptionError, WorkerError, require_packages

@@ -8,7 +8,7 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._names.call import BoundCall
-from elementgrad._names.patterns import expand_place
+from elementgrad._names.names import expand_place
 from elementgrad._place.grammar import listed
 from elementgrad._place.index import IndexArray
 from elementgrad._place.place import Place

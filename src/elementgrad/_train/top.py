@@ -18,7 +18,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._names.backend import Model
-from elementgrad._names.patterns import expand_place
+from elementgrad._names.names import expand_place
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place, parse_place
 from elementgrad._place.selection import Selection

@@ -60,10 +60,9 @@ from elementgrad._backends.torch._compat import (
 )
 from elementgrad._backends.torch.isolate import (
     DUAL_NUMBERS,
-    NULL_CONTEXT,
     Freezable,
     State,
-    in_mode,
+    enter_mode,
     isolated,
     state,
 )
@@ -152,11 +151,11 @@ class TorchLinearization(Linearization):
             leaves: list[Any] = []
             arguments: list[Any] = []
             uses.clear()
-            with (
-                isolated(run.function, start, plain_attention, current) as runs_user_code,
-                checkpointing_disabled(run.inside) if runs_user_code else NULL_CONTEXT,
-                in_mode(Freezable()) if freezes else NULL_CONTEXT,
-            ):
+            with isolated(run.function, start, plain_attention, current) as runs_user_code:
+                if runs_user_code:
+                    disable_checkpointing(run.inside)
+                if freezes:
+                    enter_mode(Freezable())
                 for i, x in enumerate(inputs):
                     leaf: Any = ActivationTap() if x is None else _make_leaf(x, create_graph)
                     leaves.append(leaf)
@@ -270,11 +269,12 @@ class TorchLinearization(Linearization):
                     return None, True
                 sweep, seeds = self._make_vjp(gradient, [cotangent]), clone_inference_tensor(seeds)
                 # In a list, of which `unshare` sees if anything else holds the memory of what is in it.
-                derivatives = list(sweep(seeds[0])) if len(seeds) == 1 else batched_vjp(sweep, seeds)
+                count = seeds.shape[0]
+                derivatives = list(sweep(seeds[0])) if count == 1 else batched_vjp(sweep, seeds)
                 (tangents,) = unshare(derivatives, self._create_graph)
                 if tangents is None:
                     raise UnsupportedError("a reverse rule cannot be transposed")
-                tangents = tangents.unsqueeze(0) if len(seeds) == 1 else tangents
+                tangents = tangents.unsqueeze(0) if count == 1 else tangents
                 checked = not _is_opaque(tangents)
                 if checked:
                     self._check_tangents(y, leaf, tangents, seeds, project)
@@ -480,7 +480,7 @@ def batched_vjp(sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
     Not by `is_grads_batched=True`, which knows fewer rules and worse ones.
     """
     lazy_load_decompositions()
-    count = len(seeds)
+    count = seeds.shape[0]
     with scope():
         enter(no_performance_warnings())
         enter(disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS))

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import call
 from typing import Any, NamedTuple
@@ -127,7 +127,7 @@ def ambient_state() -> AmbientState:
         FUNCTIONS.modes() if FUNCTIONS.length() else (),  # every verb reads this twice, mostly without any modes
         OPERATIONS.modes() if OPERATIONS.length() else (),
         _compat.functorch.get_dynamic_layer_stack_depth(),
-        -1 if DUAL_NUMBERS.is_held_elsewhere() else _compat.dual_level(),
+        own_dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
         _compat.saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message(),
         list(map(call, _READS)),
@@ -241,6 +241,12 @@ DUAL_NUMBERS = Lock()
 """Held while our sweeps use dual numbers: PyTorch has one level of them for all threads."""
 
 
+def own_dual_level() -> int:
+    """Return the level of forward differentiation, -1 for none or that of another thread's sweeps."""
+    level = _compat.dual_level()
+    return -1 if level >= 0 and DUAL_NUMBERS.is_held_elsewhere() else level
+
+
 def _close_dual_level(before: int) -> None:
     """Close a level of forward differentiation that is not in PyTorch's own count.
 
@@ -289,12 +295,14 @@ def restore_ambient_state(before: AmbientState) -> None:
 
 
 Module = torch.nn.Module
-STATELESS = frozenset(
-    f"torch.nn.modules.{kind}"
-    for kind in ("activation", "container", "conv", "flatten", "fold", "linear", "normalization", "padding", "pooling")
-)
-"""The files of PyTorch's modules that draw no random numbers, except for `DRAWING`."""
 DRAWING = frozenset({"RReLU", "MultiheadAttention", "FractionalMaxPool2d", "FractionalMaxPool3d"})
+STATELESS = frozenset(
+    kind
+    for file in ("activation", "container", "conv", "flatten", "fold", "linear", "normalization", "padding", "pooling")
+    for name, kind in vars(getattr(torch.nn.modules, file)).items()
+    if isinstance(kind, type) and issubclass(kind, Module) and name not in DRAWING
+)
+"""PyTorch's modules that draw no random numbers."""
 
 
 BUFFERS = Lock()
@@ -426,12 +434,12 @@ def leaves_no_trace(function: Any) -> bool:
     for module in modules:
         if module is None:
             continue
-        attributes, kind = module.__dict__, type(module)
-        if "forward" in attributes or attributes["_buffers"]:
+        if type(module) not in STATELESS:
+            return False
+        attributes = module.__dict__
+        if "forward" in attributes or attributes["_buffers"] or attributes.get("inplace"):
             return False
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
-            return False
-        if attributes.get("inplace") or kind.__module__ not in STATELESS or kind.__name__ in DRAWING:
             return False
         modules += attributes["_modules"].values()
     return True
@@ -447,7 +455,6 @@ State = tuple[RandomState | None, Precision]
 
 NO_AUTOCAST: Precision = tuple([(False, None) for _ in DEVICES])
 """No autocast, whatever dtype it would have."""
-NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 def state(function: Any = None) -> State:

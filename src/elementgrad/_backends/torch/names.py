@@ -18,8 +18,7 @@ from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
-from elementgrad._names.capture import Capture
-from elementgrad._names.stopping import plain_attributes
+from elementgrad._names.capture import Capture, plain_attributes
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -75,12 +74,26 @@ class TorchModel(Model):
                 ahead += children[::-1]
 
     def structure(self) -> Hashable:
-        return tuple(
-            [
-                (path, id(module), module.training, () if _is_of_torch(module) else plain_attributes(module.__dict__))
-                for path, module in self.modules()
-            ]
-        )
+        parts: list[Hashable] = [*self.roots]
+        for module in self._all_modules():
+            parts += id(module), module.training
+            if module._modules:
+                parts += [(name, id(child)) for name, child in module._modules.items()]
+            if not type(module).__module__.startswith("torch.nn.modules."):
+                parts.append(plain_attributes(module.__dict__))
+        return tuple(parts)
+
+    def _all_modules(self) -> list[Module]:
+        """Return every module once, without its path, as each read of a parameter needs them."""
+        modules: dict[int, Module] = {}
+        ahead = list(self.roots.values())
+        for module in ahead:
+            if module is not None and id(module) not in modules:
+                module = unwrap(module)
+                modules[id(module)] = module
+                if module._modules:
+                    ahead += module._modules.values()
+        return list(modules.values())
 
     def may_stop(self) -> bool:
         """Return True unless a module that is being called has a hook, or a forward of its own, that ends something.
@@ -93,10 +106,11 @@ class TorchModel(Model):
             return False
         frame: FrameType | None = sys._getframe(1)
         finished = False
-        while frame is not None and frame.f_globals.get("__name__") != RUNS:
-            if frame.f_code is _capture_result.__code__:
+        while frame is not None:
+            code = frame.f_code
+            if code is _capture_result.__code__:
                 finished = True  # the module of the innermost call has returned, and its own hooks came before ours
-            elif frame.f_code is MODULE_CALL_CODE:
+            elif code is MODULE_CALL_CODE:
                 module = frame.f_locals["self"]
                 hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
                 if not finished and ("forward" in module.__dict__ or not all(map(is_own_hook, hooks))):
@@ -104,6 +118,8 @@ class TorchModel(Model):
                 if type(module).__module__.startswith(SHARDED):
                     return False
                 finished = False
+            elif frame.f_globals.get("__name__") == RUNS:
+                break
             frame = frame.f_back
         return True
 
@@ -113,13 +129,15 @@ class TorchModel(Model):
         if above.endswith(KERAS_PARAMETERS):
             for module in self._find(above.removesuffix(KERAS_PARAMETERS)):
                 require_keras_on_tensorflow(module)
-        for module in self._find(above):
+        layers = [root for prefix, root in self.roots.items() if prefix == name]
+        for module in self._find(above) if last else ():
+            layers += [module] if module._modules.get(last) is not None else []
             matches += [
                 (kind, _original(tensors[last]))
                 for kind, tensors in _tensors_of(module)
                 if tensors.get(last) is not None
             ]
-        return matches + [("activation", None) for _ in self._find(name)]
+        return matches + [("activation", None) for _ in layers]
 
     @contextmanager
     def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
@@ -162,13 +180,13 @@ class TorchModel(Model):
         others = {id(each.held): each.new for each in new}
         held_in_modules = set()
         _originals.update({id(each.new): each.held for each in new})
-        for _, module in self.modules():
+        for module in self._all_modules():
             for tensors in (module._parameters, module._buffers):
-                here = {name: others[id(tensor)] for name, tensor in tensors.items() if id(tensor) in others}
+                here = [name for name, tensor in tensors.items() if id(tensor) in others] if tensors else ()
                 if here:
                     held_in_modules.update([id(tensors[name]) for name in here])
                     defer(_restore_module, module, tensors, dict(tensors), dict(module.__dict__))
-                    _assign_items(tensors, here)
+                    _assign_items(tensors, {name: others[id(tensors[name])] for name in here})
         closed_over = {key: other for key, other in others.items() if key not in held_in_modules}
         if closed_over:
             # Imported here, since plain reads do not need it.
@@ -268,10 +286,6 @@ def _tensors_of(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         leaves = {name for parameter in trained.values() for name in parameter.leaf_names}
         parameters = {name: tensor for name, tensor in parameters.items() if name not in leaves}
     return ("parameter", parameters), ("buffer", module._buffers)
-
-
-def _is_of_torch(module: Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _original(tensor: Any) -> Any:

@@ -9,7 +9,6 @@ Any other use gets a copy of the parameter, as the code may write to it, and the
 the graph has a path to the parameter that was not noted, for example through compiled code.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -308,7 +307,7 @@ class NarrowLinearization(TorchLinearization):
     """An evaluation whose inputs are elements of parameters. It has reverse sweeps alone."""
 
     def __init__(self, whole: TorchLinearization, inputs: Sequence[int], ends: Sequence[Any]):
-        vars(self).update(vars(copy.copy(whole)))
+        vars(self).update(vars(whole))
         self.uses, self.narrows = {}, False
         self._whole, self._numbers = whole, list(inputs)
         self.leaves = list(ends)
