@@ -8,7 +8,7 @@ cotangents and dependence are followed through the record (`replay.py`) without 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -208,6 +208,18 @@ class TangentSizes:
 
 
 @dataclass(frozen=True)
+class Tangents:
+    """The tangents of the chosen elements, on their way to the target."""
+
+    sizes: Mapping[Op, TangentSizes]
+    """At each operation that they reach, in order."""
+    reached: float
+    """The largest at the target's chosen elements."""
+    elsewhere: bool
+    """True if other elements of the target have one."""
+
+
+@dataclass(frozen=True)
 class CotangentSizes:
     """The largest absolute gradient at an operation's outputs, where it arrives, and at its inputs; NaN counts."""
 
@@ -310,8 +322,8 @@ class LiveReport:
     of: str = "the loss"
     wrt: str = "its inputs"
     value: Tensor | None = None
-    cotangents: Sequence[CotangentSizes | None] | None = None
-    """For each operation of the graph, where the gradient is zero or not finite."""
+    cotangents: Mapping[Op, CotangentSizes] | None = None
+    """At each operation of the graph, where the gradient is zero or not finite."""
     step: StepTrace | None = None
     """The step, to follow it again, where the gradient is zero or not finite."""
     positions: np.ndarray | None = None

@@ -430,7 +430,7 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
             return _unconnected("freed-graph")
         return LiveReport("flows", value=x.grad.clone())
     value = _take(gradient, wrt[1])
-    cotangents = [sizes[-1] if sizes else None for sizes in flows]
+    cotangents = {op: sizes[-1] for op, sizes in zip(path.graph.ops, flows, strict=True) if sizes}
     verdict = NUMBERS.verdict(value)
     if verdict != "flows":
         return LiveReport(verdict, path.graph, value=value, cotangents=cotangents)
