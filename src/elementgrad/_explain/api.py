@@ -31,7 +31,7 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe, weighted_gradient
 from elementgrad._explain.replay import Replay
-from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, StepTrace, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, Trace, Verdict, cannot_follow
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
@@ -470,7 +470,7 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
     return Diagnosis.made(report.verdict, finding, path, framework, value=report.value, **names)
 
 
-def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFinding:
+def _follow_step(report: LiveReport, step: Trace, path: DataPath) -> CauseFinding:
     """Find why the gradient that a step computed is zero or not finite, by its operations alone."""
     numbers = step.numbers
     size = int(np.prod(tuple(step.target.shape), dtype=int))

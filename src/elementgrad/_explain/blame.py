@@ -22,10 +22,9 @@ from elementgrad._explain.causes import (
     GROWING,
     MATRIX_PRODUCTS,
     OWN_MASK,
-    SATURATING,
     SELECTING,
+    SHARES,
     SINGULAR,
-    SOFTMAXES,
 )
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.trace import CotangentSizes, FiniteFlags, Op, ReachOverlap, Tangents, TangentSizes
@@ -46,6 +45,7 @@ CONSEQUENT_CAUSES = ("stationary", "masked", "kink")
 """They may only follow from an earlier zero: its square is flat, and so is what it multiplies."""
 MAYBE_UNDERFLOW = (None, "masked", "cancelled")
 """A number that is too small for its precision looks like these."""
+BRANCHES = "it only decides which branch the code takes"
 ROUNDING = 64.0
 """Up to so many units of rounding count as nothing where sums cancel."""
 
@@ -95,26 +95,21 @@ def why_unconnected(path: DataPath, moves: bool | None) -> CauseFinding:
             finding.op = finding.op or next(iter(readers), None)
             return finding
     cuts, exits = path.cuts(), path.exits()
-    if cuts:
-        return cut_by(cuts, exits if moves else [])
-    if path.reaches_target:
+    if path.reaches_target and not cuts:
         return _custom_rule(path) or CauseFinding(None, None, ["every recorded operation passes gradients on"])
+    if cuts or moves:
+        return _moved_beside(path, cuts, exits if moves else [])
     branch = _only_branch(path, exits)
     if branch is not None:
-        if moves:
-            return CauseFinding("discrete", branch, ["it only decides which branch the code takes"])
-        evidence = [f"it only decides which branch the code takes, in {describe(branch)}"]
+        evidence = [f"{BRANCHES}, in {describe(branch)}"]
         if moves is None:
             return CauseFinding(None, branch, [*evidence, "it was not tried whether the output changes with it"])
         return CauseFinding("unused", None, [*evidence, "the output did not change with it"])
-    if exits and moves is not False:
-        if moves is None and not path.comes_back(exits[0]):
-            return CauseFinding(
-                None, exits[0], ["its values left the framework, and it was not tried whether they are used again"]
-            )
-        return _left_framework([op for op in exits if not op.branches])
-    if moves:
-        return CauseFinding(None, None, ["the output changes with it, but no recorded operation leads there"])
+    if exits and moves is None:
+        if path.comes_back(exits[0]):
+            return _left_framework(exits)
+        evidence = ["its values left the framework, and it was not tried whether they are used again"]
+        return CauseFinding(None, exits[0], evidence)
     opaque = path.opaque_finding()
     if opaque is not None:
         return opaque
@@ -122,6 +117,18 @@ def why_unconnected(path: DataPath, moves: bool | None) -> CauseFinding:
         return CauseFinding("unused", None, ["no operation uses it"])
     evidence = [f"{describe(readers[0])} uses it, but the result is not used for this output"]
     return CauseFinding("unused", None, evidence, variant=ELSEWHERE)
+
+
+def _moved_beside(path: DataPath, cuts: Sequence[Op], exits: Sequence[Op]) -> CauseFinding:
+    """Return the finding for a target that moves with the elements by a way that is no path of the derivative."""
+    if cuts:
+        return cut_by(cuts, exits)
+    branch = _only_branch(path, exits)
+    if branch is not None:
+        return CauseFinding("discrete", branch, [BRANCHES])
+    if exits:
+        return _left_framework(exits)
+    return CauseFinding(None, None, ["the output changes with it, but no recorded operation leads there"])
 
 
 def cut_by(cuts: Sequence[Op], exits: Sequence[Op]) -> CauseFinding:
@@ -155,6 +162,7 @@ def _custom_rule(path: DataPath) -> CauseFinding | None:
 
 
 def _left_framework(exits: Sequence[Op]) -> CauseFinding:
+    exits = [op for op in exits if not op.branches]
     if len({op.where for op in exits}) == 1:
         return CauseFinding("left-framework", exits[0], [exits[0].note] if exits[0].note else [])
     several = Op("one of several ways", module=exits[0].module)
@@ -322,7 +330,7 @@ class _VanishedTangent:
 
     def _mask_before_softmax(self, op: Op) -> Op | None:
         """Return the mask in front of a softmax, which is flat where the mask has put its lowest number."""
-        if op.operation not in SOFTMAXES:
+        if op.operation not in SHARES:
             return None
         return next((maker for maker in self._makers(op) if maker.operation in SELECTING), None)
 
@@ -390,43 +398,27 @@ class _VanishedTangent:
 
     def _finding_at(self, op: Op, ended: Sequence[Op]) -> CauseFinding:
         cause = self._cause(op)
-        if cause == "masked" and op.operation in SOFTMAXES:
+        if cause == "masked" and op.operation in SHARES:
             evidence = [f"it is so low that {op.operation} gives it no weight"]
             return CauseFinding("masked", self._mask_addition(op) or op, evidence)
-        if cause in (*SELECTION_CAUSES, "masked") or self._moves_only_by_cuts(op):
-            finding = self._finding_by_cuts(op)
-            if finding is not None:
-                return finding
-        if cause in MAYBE_UNDERFLOW and op.operation not in SATURATING:
+        if self._moves_only_by_cuts(op):
+            ancestors = self._path.ancestors(op)
+            cuts = [cut for cut in _dependent_cuts(self._path, self._overlap) if not ancestors.isdisjoint(cut.outputs)]
+            if cuts:
+                return cut_by(cuts, [])
+        if cause in MAYBE_UNDERFLOW and _usual_cause(op) != "saturated":
             scale = max([size.at_outputs for size in self._sizes.values()], default=0.0)
             cause = "underflow" if _survives_in_float64(self._evidence.precise(), cause, scale) else cause
         noted = op.note and (self._path.is_cut(op) or not op.cut_cause)
         finding = CauseFinding(cause, op, [op.note] if noted else [], [other for other in ended if other is not op])
         if self._is_emptied(op):
             finding.variant = EMPTY
-        if cause in UNRELATED_CAUSES:
-            return _verify_unrelated(self._path, finding, self._evidence, self._overlap)
-        return finding
+        return _verify_unrelated(self._path, finding, self._evidence, self._overlap)
 
     def _moves_only_by_cuts(self, op: Op) -> bool:
         """Return True if every input that can move does so by ways that are cut."""
         dependent = () if self._overlap is None else self._overlap.dependent
         return not any(value in dependent and value in self._graph.connected for value in op.inputs)
-
-    def _finding_by_cuts(self, op: Op) -> CauseFinding | None:
-        """Blame the cuts instead of an operation that selects or masks, where the value moves by a way that is cut."""
-        cuts = _dependent_cuts(self._path, self._overlap)
-        if self._moves_only_by_cuts(op):
-            ancestors = self._path.ancestors(op)
-            cuts = [cut for cut in cuts if not ancestors.isdisjoint(cut.outputs)]
-            return cut_by(cuts, []) if cuts else None
-        cuts = [cut for cut in cuts if cut.cut_cause not in FLAT_CAUSES]
-        if not cuts:
-            return None
-        moved = self._evidence.moves()
-        if moved is None:
-            return CauseFinding(None, None, [f"it ends in {describe(other)}" for other in (op, *cuts)])
-        return cut_by(cuts, []) if moved else None
 
 
 def _search_backwards(path: DataPath, evidence: Evidence) -> CauseFinding:
@@ -477,13 +469,16 @@ def _join_of_gradients(path: DataPath, cotangents: Mapping[Op, CotangentSizes]) 
 def _verify_unrelated(
     path: DataPath, finding: CauseFinding, evidence: Evidence, overlap: ReachOverlap | None
 ) -> CauseFinding:
-    """Keep a finding that the value is unrelated to the elements only if it does not move with them."""
-    if finding.cause not in UNRELATED_CAUSES:
-        return finding
-    moved = evidence.moves()
+    """Keep a finding that elements are not used, or masked, only if the target does not move with them all the same."""
+    unrelated, op = finding.cause in UNRELATED_CAUSES, finding.op
     cuts = _dependent_cuts(path, overlap)
+    steep = [cut for cut in cuts if cut.cut_cause not in FLAT_CAUSES]
+    if not unrelated and (finding.cause not in (*SELECTION_CAUSES, "masked") or not steep):
+        return finding
+    cuts = steep or cuts
     exits = [op for op in path.exits() if overlap is None or not overlap.dependent.isdisjoint(op.inputs)]
-    op = finding.op
+    exits = exits if unrelated and not steep else []
+    moved = evidence.moves()
     if moved is None and (cuts or exits):
         ends = [end for end in (op, *cuts, *exits) if end is not None]
         return CauseFinding(None, None, [f"it ends in {describe(end)}" for end in ends])
@@ -491,16 +486,7 @@ def _verify_unrelated(
         return finding
     if op is not None and cuts and all(_is_boolean_index(cut, op) for cut in cuts):
         return CauseFinding("masked", op, ["a mask selects other elements"])
-    if cuts:
-        return cut_by(cuts, exits)
-    branch = _only_branch(path, exits)
-    if branch is not None:
-        return CauseFinding("discrete", branch, ["it only decides which branch the code takes"])
-    if exits:
-        return _left_framework([exit for exit in exits if not exit.branches])
-    return CauseFinding(
-        None, None, [*finding.evidence, "the output changes with it, but no recorded operation leads there"]
-    )
+    return _moved_beside(path, cuts, exits)
 
 
 def _dependent_cuts(path: DataPath, overlap: ReachOverlap | None) -> list[Op]:

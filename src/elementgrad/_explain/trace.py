@@ -251,8 +251,12 @@ class ReachOverlap:
     """Values of which such an element has a gradient other than zero."""
 
 
-class Trace(ABC):
-    """A recorded run of the user's function, from one source to one target. `replay.py` follows it again."""
+@dataclass(eq=False)
+class Trace:
+    """A recorded run of the user's function, or of a training step, from one source to one target.
+
+    `replay.py` follows it again.
+    """
 
     graph: OpGraph[Any]
     numbers: Numbers
@@ -260,12 +264,10 @@ class Trace(ABC):
     """The tensor that is differentiated by, as it was in the run."""
     target: Tensor
     """The tensor that is differentiated, detached."""
+    following: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes a context in which operations run again without disturbing anything."""
     later_ids: Sequence[int] = ()
     """Of a source that is a variable, the values after writes to it."""
-
-    def following(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations run again without disturbing anything."""
-        return nullcontext()
 
     def apply_source_hooks(self, gradient: Tensor) -> Tensor:
         """Return the gradient after the user's own hooks on the source."""
@@ -275,29 +277,11 @@ class Trace(ABC):
         """Return why the framework refused to compute the gradient, if that is a known cause."""
         return None
 
-    @abstractmethod
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         """Return the gradient, for the whole source, of a weighted sum of the target's elements at flat positions `of`.
 
         None if the framework's derivative has no path. Errors of the framework pass through.
         """
-
-
-@dataclass
-class StepTrace(Trace):
-    """A training step that ran as it is, from a tensor to the loss that it got its gradient from."""
-
-    graph: OpGraph[Any]
-    numbers: Numbers
-    source: Tensor
-    target: Tensor
-    follow: Callable[[], AbstractContextManager[Any]]
-    later_ids: Sequence[int] = ()
-
-    def following(self) -> AbstractContextManager[Any]:
-        return self.follow()
-
-    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         raise NotImplementedError("the gradient of a step is the one that it computed")
 
 
@@ -324,7 +308,7 @@ class LiveReport:
     value: Tensor | None = None
     cotangents: Mapping[Op, CotangentSizes] | None = None
     """At each operation of the graph, where the gradient is zero or not finite."""
-    step: StepTrace | None = None
+    step: Trace | None = None
     """The step, to follow it again, where the gradient is zero or not finite."""
     positions: np.ndarray | None = None
     """The elements of the step's source that are asked about; None for all."""

@@ -21,8 +21,7 @@ from elementgrad._backends.torch.tensor import backend
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain import kinds
 from elementgrad._explain.connect import Cut, Cuts
-from elementgrad._explain.replay import cotangent_sizes
-from elementgrad._explain.trace import CotangentSizes, Numbers, Op
+from elementgrad._explain.trace import Numbers, Op
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
@@ -306,37 +305,3 @@ class TorchNumbers(Numbers):
 
 
 NUMBERS = TorchNumbers(backend)
-
-
-def flow_hook(sizes: list[CotangentSizes], slots: Sequence[int], positions: np.ndarray | None) -> Any:
-    """Return a hook for a graph node that adds the sizes of its gradients, at the inputs in some slots.
-
-    With positions only those elements of the inputs count.
-    """
-    chosen = None if positions is None else ((0,), positions)
-
-    def hook(input_grads: Sequence[Tensor | None], output_grads: Sequence[Tensor | None]) -> None:
-        leaving = [(0, dense(g.detach())) for slot in slots if (g := input_grads[slot]) is not None]
-        arriving = [dense(g.detach()) for g in output_grads if g is not None]
-        sizes.append(cotangent_sizes(arriving, leaving, NUMBERS, chosen))
-
-    return hook
-
-
-class BlockWithoutGradients:
-    """The line that switched gradients off; of inference mode, which PyTorch does not report, its first operation."""
-
-    def __init__(self) -> None:
-        self._line = ""
-        self._in_inference = False  # while the last operation ran
-
-    def begin(self, line: str) -> None:
-        self._line = line
-
-    def line(self, find_caller: Callable[[], Any]) -> str:
-        """Return the line for an operation that runs now; none if gradients are on."""
-        inference = torch.is_inference_mode_enabled()
-        if inference and not self._in_inference:
-            self._line = find_caller().where
-        self._in_inference = inference
-        return "" if torch.is_grad_enabled() else self._line

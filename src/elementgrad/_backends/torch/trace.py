@@ -98,7 +98,7 @@ class TorchOpRecorder:
         self._root: int | None = None
         self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones around the running code
-        self._block = explain_rules.BlockWithoutGradients()
+        self._block = ""  # the user's line that switched gradients off
         self.hidden_writes: list[HiddenWrite] = []
         self.hidden_before_gradient: list[HiddenWrite] = []
         """Those that there were when a gradient was computed last: what is written later cannot change it."""
@@ -185,9 +185,9 @@ class TorchOpRecorder:
         self._add_opaque("torch.func", [x] if isinstance(x, Tensor) else [])
         return x
 
-    def on_subclass(self, x: Tensor, made: Tensor) -> None:
-        """Note that `made` takes over the memory of `x`."""
-        if self.ids.get(x) is not None:
+    def on_subclass(self, _: Any, args: Any, made: Tensor) -> None:
+        """Note that `made` takes over the memory of another tensor."""
+        if self.ids.get(args[1]) is not None:
             self.id_of(made)  # while both are alive
 
     def on_pass(self, results: Sequence[Any], passed: Sequence[Any]) -> None:
@@ -244,8 +244,8 @@ class TorchOpRecorder:
         name = name_of(func)
         if is_paused():
             return func(*args, **kwargs)
-        if name == "_set_grad_enabled" and torch.is_grad_enabled():
-            self._block.begin(find_caller().where)
+        if name == "_set_grad_enabled" and torch.is_grad_enabled() != args[0]:
+            self._block = "" if args[0] else find_caller().where
         if name == "grad.__get__":
             return self.requests.read(func, args[0], self.module)
         if explain_rules.reads_no_values(name):
@@ -348,7 +348,8 @@ class TorchOpRecorder:
             self._save([other for x in writable for other in self.ids.aliases(x)])
             self._values.copy_before_write(writable)
         gap, random = explain_rules.recording_gap(), generators() if self._values is not None else None
-        block = self._block.line(find_caller)
+        # PyTorch does not report inference mode, so that its first operation stands for it.
+        self._block = "" if gap is None else self._block or find_caller().where
         outputs = tensors_in((yield args, kwargs))
         if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
             random = None
@@ -377,7 +378,7 @@ class TorchOpRecorder:
             hidden=hidden,
             op_type=name,
             random=random,
-            block=block,
+            block=self._block,
         )
 
         def find_cut(inputs: Sequence[int], made: Sequence[Tensor]) -> Cut:
@@ -493,11 +494,11 @@ class TorchOpRecorder:
                 self._share(address, op, x)
         return result
 
-    def on_import(self, name: str, made: Tensor) -> None:
+    def on_import(self, func: Callable[..., Any], _: Any, made: Tensor) -> None:
         """Record a tensor made of numbers of NumPy, unless they are the memory of a tensor that is still there."""
         if storage_address(made) in self._exports and any(x is not made for x in self.ids.aliases(made)):
             return
-        value_id = self.ids.assign(made)
+        value_id, name = self.ids.assign(made), name_of(func)
         self.ops.append(
             TorchOp(name, find_caller().where, self.module, (), (value_id,), from_python=True, op_type=name)
         )
@@ -651,34 +652,24 @@ def _composite_name(file: str, name: str) -> str | None:
 
 
 def _install(replace: Replace) -> None:
-    original = getattr(torch.Tensor, MAKE_SUBCLASS)
-
-    @wraps(original)
-    def make_subclass(kind: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(kind, data, *args, **kwargs)
-        for watcher in active_recorders() if not is_paused() else ():
-            if hasattr(watcher, "on_subclass"):
-                watcher.on_subclass(data, made)
-        return made
-
-    replace(torch.Tensor, MAKE_SUBCLASS, staticmethod(make_subclass))
+    seen = _report_to_recorders(getattr(torch.Tensor, MAKE_SUBCLASS), TorchOpRecorder.on_subclass)
+    replace(torch.Tensor, MAKE_SUBCLASS, staticmethod(seen))
     for name in explain_rules.UNSEEN_IMPORTS:
-        _report_imports(replace, name)
+        replace(torch, name, _report_to_recorders(getattr(torch, name), TorchOpRecorder.on_import))
 
 
-def _report_imports(replace: Replace, name: str) -> None:
-    """Have recorders see a function that makes tensors of plain numbers, and that no mode sees."""
-    original = getattr(torch, name)
+def _report_to_recorders(original: Callable[..., Any], report: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function that makes tensors and that no mode sees, seen by recorders."""
 
     @wraps(original)
     def make_tensor(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         for watcher in active_recorders() if not is_paused() else ():
-            if hasattr(watcher, "on_import"):
-                watcher.on_import(name, made)
+            if isinstance(watcher, TorchOpRecorder):
+                report(watcher, original, args, made)
         return made
 
-    replace(torch, name, make_tensor)
+    return make_tensor
 
 
 subclass_patch = AttributePatch(_install)
