@@ -192,7 +192,7 @@ def _moves_at_zero(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) 
     operands = [x if t is None else numbers.like(np.zeros(tuple(x.shape)), x) for x, t in pairs]
     there = replace(op, operands=operands, results=op.rerun(operands))
     epsilon = max([np.finfo(numbers.array(t).dtype).eps for t in tangents if t is not None])
-    coarse = any(numbers.is_bfloat16(t) for t in tangents if t is not None)
+    coarse = any(numbers.dtype(t) == "bfloat16" for t in tangents if t is not None)
     epsilon = 2.0**-7 if coarse else float(epsilon)
     return not _size(there.jvp(tangents), numbers) <= ROUNDING * epsilon * _size(tangents, numbers)
 

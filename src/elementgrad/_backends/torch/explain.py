@@ -111,21 +111,10 @@ class TorchRecord(Record):
 
 
 class UntrackedRun(Record, Trace):
-    """A run of a function that PyTorch does not run with a tracked source."""
-
-    numbers = NUMBERS
-
-    def __init__(self, run: TensorFunction, source: Tensor, hint: Hint, before: Any):
-        with isolated(run.function, before), torch.no_grad():
-            (target,) = run(source.detach())
-        self.graph = OpGraph([], 0, 1, frozenset([0]), [hint])
-        self.source, self.target = source, target.detach()
+    """A run of a function that PyTorch does not run with a tracked source, so that there is no gradient."""
 
     def trace(self, source: int, target: int) -> Trace:
         return self
-
-    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        return None
 
 
 @contextmanager
@@ -648,7 +637,9 @@ class TorchExplain(ExplainBackend):
             hint = _hint_for_argument(error)
             if hint is None or len(sources) > 1 or sources[0] is None:
                 raise
-            return UntrackedRun(run, sources[0], hint, before)
+            with isolated(run.function, before), torch.no_grad():
+                (target,) = run(sources[0].detach())
+            return UntrackedRun(OpGraph([], 0, 1, frozenset([0]), [hint]), NUMBERS, sources[0], target.detach())
 
 
 implementation = TorchExplain()
