@@ -78,7 +78,7 @@ class TorchOpRecorder:
         self._nodes: dict[int, Any] = {}  # their graph nodes
         self.ids = ValueIds()
         self._leads = leads
-        self._values = SavedValues() if keeps else None
+        self._values = SavedValues(keeps)
         self._used: set[int] = set()  # values that an operation read, and that its gradient may need
         self._paths = {id(module): path for path, module in model.modules()}
         self._modules: list[Any] = []
@@ -218,21 +218,18 @@ class TorchOpRecorder:
         """Note that gradients lead from a value to a source, if they do."""
         if self._leads(x):
             self.connected.add(value_id)
-            if self._values is not None:
-                self._nodes[value_id] = x.grad_fn
+            self._nodes[value_id] = x.grad_fn
 
     def connected_to(self, source: int, path: Any) -> frozenset[int]:
         """Return the values from which gradients lead to one of the sources."""
         return frozenset([source, *[n for n, node in self._nodes.items() if path.node(node)]])
 
     def _save(self, tensors: Sequence[Tensor]) -> None:
-        if self._values is not None:
-            for x in tensors:
-                self._values.save(self.ids.get(x), x)
+        for x in tensors:
+            self._values.save(self.ids.get(x), x)
 
     def recorded_ops(self) -> list[Op]:
         """Return the operations with their tensors, as they were when each ran."""
-        assert self._values is not None
         for op in self.ops:
             op.operands, op.results = self._values.of(op.inputs), self._values.of(op.outputs)
             layouts = [x.layout == torch.strided and x.dtype in explain_rules.NUMPY_DTYPES for x in op.operands]
@@ -344,15 +341,12 @@ class TorchOpRecorder:
         writable = explain_rules.written_tensors(func, name, args, kwargs)
         nodes = self._grad_fns(inputs) if writable else {}
         self._save(inputs)
-        if self._values is not None:
-            self._save([other for x in writable for other in self.ids.aliases(x)])
-            self._values.copy_before_write(writable)
-        gap, random = explain_rules.recording_gap(), generators() if self._values is not None else None
+        self._save([other for x in writable for other in self.ids.aliases(x)])
+        self._values.copy_before_write(writable)
+        gap, random = explain_rules.recording_gap(), generators()
         # PyTorch does not report inference mode, so that its first operation stands for it.
         self._block = "" if gap is None else self._block or find_caller().where
         outputs = tensors_in((yield args, kwargs))
-        if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
-            random = None
         writes = [n for n, (x, version) in enumerate(zip(inputs, versions, strict=True)) if version_of(x) != version]
         # Tensors that share memory count their writes together, and only some of them are what is written to.
         writes = [n for n in writes if any(inputs[n] is x for x in writable)] or writes
@@ -377,7 +371,7 @@ class TorchOpRecorder:
             from_python=not inputs,
             hidden=hidden,
             op_type=name,
-            random=random,
+            random=None if torch.equal(random[0], torch.default_generator.get_state()) else random,
             block=self._block,
         )
 
@@ -392,10 +386,9 @@ class TorchOpRecorder:
         op.cut_cause, op.note = find_cut(input_ids, made)
         if op.cut_cause == "no-grad" and self._checkpoints:
             op.operation = "checkpoint"
-        if self._values is not None:
-            self._save(made)
-            self._keep_call(op, func, args, kwargs, writes)
-            op.returned = [index for index, n in enumerate(new_ids) if n is not None]
+        self._save(made)
+        self._keep_call(op, func, args, kwargs, writes)
+        op.returned = [index for index, n in enumerate(new_ids) if n is not None]
         position = len(self.ops)
         self.ops.append(op)
         for x in {id(x): x for x in aliases}.values():
@@ -437,11 +430,10 @@ class TorchOpRecorder:
         alias = TorchOp(op.operation, op.where, op.module, inputs, (value_id,), cause, note, hidden=True)
         if alias.cut_cause is None and value_id not in self.connected and any(n in self.connected for n in inputs):
             alias.cut_cause = "assigned-state"
-        if self._values is not None:
-            self._save([x])
-            geometries = Geometry.of(x), *map(Geometry.of, written)
-            alias.func, alias.returned = _overlay_all, (0,)
-            alias.args = (([Slot(n) for n in range(len(makers))], Slot(len(makers)), geometries), {})
+        self._save([x])
+        geometries = Geometry.of(x), *map(Geometry.of, written)
+        alias.func, alias.returned = _overlay_all, (0,)
+        alias.args = (([Slot(n) for n in range(len(makers))], Slot(len(makers)), geometries), {})
         self.ops.append(alias)
 
     def _grad_fns(self, inputs: Sequence[Tensor]) -> dict[int, Any]:
