@@ -31,7 +31,7 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe, weighted_gradient
 from elementgrad._explain.replay import Replay
-from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Record, Trace, Verdict, cannot_follow
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
@@ -321,13 +321,9 @@ class Explanation(pytree.Leaf):
             size = evidence.precise()
             return probe.gradient_size() if size is None else size
 
-        def overflows(op: Op) -> bool:
-            finite_there = replay.is_finite_in_float64(op, finite)
-            return probe.overflows() if finite_there is None else finite_there
-
         moves = cache(probe.moves) if self._may_probe else unknown
         precise = unknown if evidence.precise is unknown else cache(precise)
-        return replace(evidence, precise=precise, overflows=overflows, moves=moves)
+        return replace(evidence, precise=precise, moves=moves)
 
     def _diagnose_flowing(self, path: DataPath, gradient: np.ndarray) -> Diagnosis:
         evidence = []
@@ -506,7 +502,7 @@ def evidence_of(
         cotangents=partial(follow, replay.cotangents),
         overlap=partial(follow, replay.overlap),
         precise=unknown if rounding or replay.is_random else cache(replay.gradient_size_in_float64),
-        overflows=lambda op: bool(replay.is_finite_in_float64(op, finite)),
+        overflows=lambda op: replay.is_finite_in_float64(op, finite),
         finite=finite,
         rounding=rounding,
         epsilon=EPSILON.get(dtype, EPSILON["float32"]),

@@ -95,15 +95,12 @@ class Replay:
         with self._trace.following():
             return {op: finite_flags(op, self._numbers) for op in self._ops if op.operands}
 
-    def is_finite_in_float64(self, op: Op, gradient: bool) -> bool | None:
+    def is_finite_in_float64(self, op: Op, gradient: bool) -> bool:
         """Return True if one operation, on its own numbers in float64, gives finite results, or a finite `gradient`.
 
-        None if it does not run in that precision, or ran in it.
+        False if it does not run in that precision, or ran in it.
         """
         numbers = self._numbers
-        narrow = [x for x in op.operands if numbers.is_differentiable(x) and numbers.array(x).dtype.itemsize < 8]
-        if not narrow:
-            return None
         try:
             with self._trace.following(), numbers.in_float64():
                 wide = self._widen(op, {})
@@ -114,7 +111,7 @@ class Replay:
                     results = wide.vjp(seeds, wanted)
                 return all(math.isfinite(numbers.size(x)) for x in results if x is not None)
         except Exception:  # it is made for another precision
-            return None
+            return False
 
     def gradient_size_in_float64(self) -> float | None:
         """Run all operations again in float64, with tangents; return the size of the target's.
