@@ -321,9 +321,11 @@ class Explanation(pytree.Leaf):
             size = evidence.precise()
             return probe.gradient_size() if size is None else size
 
-        moves = cache(probe.moves) if self._may_probe else unknown
-        precise = unknown if evidence.precise is unknown else cache(precise)
-        return replace(evidence, precise=precise, moves=moves)
+        return replace(
+            evidence,
+            precise=unknown if evidence.precise is unknown else cache(precise),
+            moves=cache(probe.moves) if self._may_probe else unknown,
+        )
 
     def _diagnose_flowing(self, path: DataPath, gradient: np.ndarray) -> Diagnosis:
         evidence = []

@@ -114,8 +114,7 @@ def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbe
     if kind == CAPPED_RECTIFIER:
         return "clamped" if bool((x > 0).all()) else None
     if kind == LOOKUP:
-        every = [np.ones(tuple(op.operands[first].shape)) if n == first else None for n in range(len(op.operands))]
-        ones = [None if e is None else numbers.like(e, op.operands[first]) for e in every]
+        ones = [numbers.like(np.ones(tuple(y.shape)), y) if n == first else None for n, y in enumerate(op.operands)]
         return "out-of-range" if op.misses and not _size(op.jvp(ones), numbers) else "row-not-used"
     if kind == SELECTION:
         return "masked"
