@@ -71,13 +71,6 @@ def user_name(func: Any) -> str:
     return title[2:-2] if title.startswith("__") and title.endswith("__") else title
 
 
-def may_write(name: str, args: Any, kwargs: Any) -> bool:
-    """Return True if a function may write to its inputs, by its name or its arguments."""
-    if name.endswith("__"):
-        return name.endswith("__set__") or name.startswith(("__i", "__set"))
-    return name.endswith("_") or bool(kwargs.get("inplace")) or "out" in kwargs or any(x is True for x in args)
-
-
 def reads_no_values(name: str) -> bool:
     """Return True if a function computes nothing from the numbers of its tensors."""
     title, _, access = name.partition(".")
@@ -102,19 +95,15 @@ def written_tensors(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor
     """Return the tensors among the arguments that a function may write to."""
     if name == "apply":  # a function of the user's
         return tensors_in((args, kwargs))
-    if not may_write(name, args, kwargs):
-        return []
     if name in ("batch_norm", "instance_norm"):  # their statistics
         return tensors_in((args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")))
-    functional = not name.endswith("_") and "out" not in kwargs
-    if functional and not _inplace_argument(func, args, kwargs):
-        return []
-    return tensors_in((args[:1], kwargs.get("out"), kwargs.get("input")))
-
-
-def _inplace_argument(func: Any, args: Any, kwargs: Any) -> bool:
-    position = _inplace_position(func)
-    return bool(kwargs.get("inplace")) or (position is not None and position < len(args) and bool(args[position]))
+    if name.endswith("__"):
+        writes = name.endswith("__set__") or name.startswith(("__i", "__set"))
+    else:
+        switched_on = [position for position, x in enumerate(args) if x is True]
+        inplace = kwargs.get("inplace") or (switched_on and _inplace_position(func) in switched_on)
+        writes = name.endswith("_") or "out" in kwargs or inplace
+    return tensors_in((args[:1], kwargs.get("out"), kwargs.get("input"))) if writes else []
 
 
 @lru_cache(1024)
