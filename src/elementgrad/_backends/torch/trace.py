@@ -185,9 +185,9 @@ class TorchOpRecorder:
         self._add_opaque("torch.func", [x] if isinstance(x, Tensor) else [])
         return x
 
-    def on_subclass(self, _: Any, args: Any, made: Tensor) -> None:
-        """Note that `made` takes over the memory of another tensor."""
-        if self.ids.get(args[1]) is not None:
+    def on_subclass(self, name: str, made: Tensor, kind: Any, data: Tensor, *_: Any, **__: Any) -> None:
+        """Note that `made` takes over the memory of `data`."""
+        if self.ids.get(data) is not None:
             self.id_of(made)  # while both are alive
 
     def on_pass(self, results: Sequence[Any], passed: Sequence[Any]) -> None:
@@ -486,11 +486,11 @@ class TorchOpRecorder:
                 self._share(address, op, x)
         return result
 
-    def on_import(self, func: Callable[..., Any], _: Any, made: Tensor) -> None:
+    def on_import(self, name: str, made: Tensor, *_: Any, **__: Any) -> None:
         """Record a tensor made of numbers of NumPy, unless they are the memory of a tensor that is still there."""
         if storage_address(made) in self._exports and any(x is not made for x in self.ids.aliases(made)):
             return
-        value_id, name = self.ids.assign(made), name_of(func)
+        value_id = self.ids.assign(made)
         self.ops.append(
             TorchOp(name, find_caller().where, self.module, (), (value_id,), from_python=True, op_type=name)
         )
@@ -644,21 +644,22 @@ def _composite_name(file: str, name: str) -> str | None:
 
 
 def _install(replace: Replace) -> None:
-    seen = _report_to_recorders(getattr(torch.Tensor, MAKE_SUBCLASS), TorchOpRecorder.on_subclass)
+    seen = _report_calls(torch.Tensor, MAKE_SUBCLASS, TorchOpRecorder.on_subclass)
     replace(torch.Tensor, MAKE_SUBCLASS, staticmethod(seen))
     for name in explain_rules.UNSEEN_IMPORTS:
-        replace(torch, name, _report_to_recorders(getattr(torch, name), TorchOpRecorder.on_import))
+        replace(torch, name, _report_calls(torch, name, TorchOpRecorder.on_import))
 
 
-def _report_to_recorders(original: Callable[..., Any], report: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function that makes tensors and that no mode sees, seen by recorders."""
+def _report_calls(owner: Any, name: str, report: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function that makes tensors, and that no mode sees, with a report of each call to recorders."""
+    original = getattr(owner, name)
 
     @wraps(original)
     def make_tensor(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         for watcher in active_recorders() if not is_paused() else ():
             if isinstance(watcher, TorchOpRecorder):
-                report(watcher, original, args, made)
+                report(watcher, name, made, *args, **kwargs)
         return made
 
     return make_tensor
