@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 import elementgrad as eg
-from elementgrad._explain.blame import FurtherEvidence, why_nonfinite, why_unconnected, why_zero
+from elementgrad._explain.blame import Evidence, why_nonfinite, why_unconnected, why_zero
 from elementgrad._explain.causes import CAUSE_BY_OPERATION, CAUSES, UNDECIDED
 from elementgrad._explain.path import DataPath
-from elementgrad._explain.trace import CotangentSizes, Op, OpGraph, TangentSizes
+from elementgrad._explain.trace import CotangentSizes, Op, OpGraph, Tangents, TangentSizes
 
 X = torch.tensor([1.0, -2.0, 3.0])
 FRAMEWORKS = ("torch", "tensorflow", "jax")
@@ -182,10 +182,12 @@ def test_following_needs_no_framework():
     assert cut.operations(ops[1]) == ["mul", "stop_gradient (broken here)", "sum"]
     path = DataPath(OpGraph(ops, 0, 4, {0, 1, 3, 4}))
     tangents = [TangentSizes(1, 2), TangentSizes(2, 0), TangentSizes(2, 0), TangentSizes(0, 0)]
-    dead = why_zero(path, tangents, 0.0, False, 1e-7, FurtherEvidence(precise=lambda: 0.0))
+    tangents = Tangents(dict(zip(ops, tangents, strict=True)), 0.0, False)
+    dead = why_zero(path, Evidence(tangents=lambda: tangents, precise=lambda: 0.0, epsilon=1e-7))
     assert (dead.cause, dead.op, dead.others) == ("dead-relu", ops[2], [ops[1]])
-    cotangents = [CotangentSizes(np.nan, np.nan, 0), None, CotangentSizes(1, np.inf, 1), CotangentSizes(1, 1, 1)]
-    assert why_nonfinite(path, None, cotangents, finite=True).op is ops[2]
+    sizes = CotangentSizes(np.nan, np.nan, 0), CotangentSizes(1, np.inf, 1), CotangentSizes(1, 1, 1)
+    cotangents = dict(zip((ops[0], *ops[2:]), sizes, strict=True))
+    assert why_nonfinite(path, Evidence(cotangents=lambda: cotangents)).op is ops[2]
 
 
 def test_gpt2_names_the_module_and_the_line():

@@ -159,7 +159,6 @@ class Investigation:
         return ("end", self._index(parameter, op), op.where, op.operation), [op]
 
     def _index(self, parameter: AuditedParameter, op: Op) -> int:
-        # A backend may copy operations for each source, so that they are known by their positions.
         return next((n for n, other in enumerate(self._trace(parameter).graph.ops) if other is op), -1)
 
     def _zero_key(self, parameter: AuditedParameter) -> tuple[Hashable, Sequence[Op]]:
@@ -206,7 +205,10 @@ class Investigation:
         seed = {first.graph.target: first.numbers.at(first.target, np.arange(1), np.ones(1))}
         with first.following():
             sizes = pull_cotangents(first.graph.ops, connected, seed, first.numbers, see=see)
-        return sizes, None if sizes is None else arrivals
+        if sizes is None:
+            return None, None
+        # A backend may copy operations for each source, so that they are known by their positions.
+        return [sizes.get(op) for op in first.graph.ops], arrivals
 
     @property
     def _sizes(self) -> Any:

@@ -191,7 +191,9 @@ class _Line:
         self._flat, self._result, self._position = flat, result, position
         x, y = self._op.operands[operand], self._op.results[result]
         arrays = [numbers.array(x), numbers.array(y)]
-        names = ["bfloat16" if numbers.is_bfloat16(t) else a.dtype.name for t, a in zip((x, y), arrays, strict=True)]
+        names = [
+            "bfloat16" if numbers.dtype(t) == "bfloat16" else a.dtype.name for t, a in zip((x, y), arrays, strict=True)
+        ]
         self._here, self._value = float(arrays[0].reshape(-1)[flat]), float(arrays[1].reshape(-1)[position])
         self._dtype = max(names, key=EPSILON.__getitem__)
         self._size = float(np.max(np.abs(arrays[0]), initial=0.0, where=np.isfinite(arrays[0]))) or 1.0
@@ -257,7 +259,7 @@ def is_flat(ops: Sequence[Op], op: Op, masks: Sequence[np.ndarray | None], numbe
         for value, x, mask in zip(op.inputs, op.operands, masks, strict=True):
             if mask is not None and numbers.is_differentiable(x):
                 array = numbers.array(x)
-                by = sign * EPSILON["bfloat16" if numbers.is_bfloat16(x) else array.dtype.name] ** 0.5
+                by = sign * EPSILON["bfloat16" if numbers.dtype(x) == "bfloat16" else array.dtype.name] ** 0.5
                 moves = by * mask * np.maximum(1.0, np.abs(array))
                 moved[value] = numbers.like(array.astype(np.float64) + moves, x)
         values = _rerun(inner, moved)

@@ -6,7 +6,7 @@ The verdict comes first, from the framework's own gradient; then the operation t
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,8 +18,9 @@ from elementgrad._cleanup import enter, scope
 from elementgrad._explain.backend import Picked, backend_for_step
 from elementgrad._explain.blame import (
     UNRELATED_CAUSES,
-    FurtherEvidence,
+    Evidence,
     describe,
+    unknown,
     why_nonfinite,
     why_unconnected,
     why_zero,
@@ -30,7 +31,7 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe, weighted_gradient
 from elementgrad._explain.replay import Replay
-from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, StepTrace, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Record, Trace, Verdict, cannot_follow
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
@@ -291,17 +292,18 @@ class Explanation(pytree.Leaf):
             moves = probe.moves() if undecided and self._may_probe else None
             return self._diagnosis("unconnected", why_unconnected(path, moves), path)
         value = self._floats(trace.target)[probe.of]
-        if not np.isfinite(gradient).all():
-            return self._diagnosis("nonfinite", self._why_nonfinite(trace, path, probe, value), path)
-        suspects = suspect_hints(trace.graph)
         replay = Replay(trace, *probe.seeds, probe.wrt)
+        if not np.isfinite(gradient).all():
+            evidence = self._evidence(replay, probe, finite=bool(np.isfinite(value).all()))
+            return self._diagnosis("nonfinite", why_nonfinite(path, evidence), path)
+        suspects = suspect_hints(trace.graph)
         written_outside = any(hint.op is not None and hint.op.cut_cause == "left-framework" for hint in suspects)
         mismatch = bool(suspects) and self._may_probe and probe.mismatches(gradient, replay)
         if mismatch or (written_outside and self._may_probe and probe.mismatches_runs(gradient)):
             return self._diagnosis("mismatch" if gradient.any() else "zero", blame_hints(suspects), path)
         rounding = bool(gradient.any()) and probe.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
         if rounding or not gradient.any():
-            return self._diagnosis("zero", self._why_zero(trace, path, probe, rounding), path)
+            return self._diagnosis("zero", why_zero(path, self._evidence(replay, probe, rounding=rounding)), path)
         return self._diagnose_flowing(path, gradient)
 
     def _judge_without_path(self, path: DataPath, gradient: np.ndarray | None) -> Diagnosis:
@@ -311,47 +313,19 @@ class Explanation(pytree.Leaf):
         verdict = "nonfinite" if gradient is not None and gradient.any() else verdict
         return self._diagnosis(verdict, CauseFinding(None), path)
 
-    def _why_nonfinite(self, trace: Trace, path: DataPath, probe: Probe, value: np.ndarray) -> CauseFinding:
-        finite = bool(np.isfinite(value).all())
-        replay = Replay(trace, *probe.seeds, probe.wrt)
-        cotangents = self._follow(replay.cotangents) if finite else None
-        flags = self._follow(replay.finite_flags)
-
-        def overflows(op: Op) -> bool:
-            finite_there = replay.is_finite_in_float64(op, finite)
-            return probe.overflows() if finite_there is None else finite_there
-
-        def tangents() -> Any:
-            return (self._follow(replay.tangents) or (None,))[0]
-
-        return why_nonfinite(path, flags, cotangents, finite, tangents, overflows)
-
-    def _why_zero(self, trace: Trace, path: DataPath, probe: Probe, rounding: bool) -> CauseFinding:
-        """Find why the gradient is zero, or rounding.
-
-        Rounding remains in every precision, so none is too coarse for it. Nor does a higher precision say anything
-        about a run with random numbers, which are others there, and with them what is masked.
-        """
-        replay = Replay(trace, *probe.seeds, probe.wrt)
-        tangents = self._follow(replay.tangents)
-        reaches, elsewhere = None, False
-        if tangents is not None:
-            reaches = float(np.abs(tangents[1].reshape(-1)[probe.of]).max(initial=0.0))
-            elsewhere = bool(tangents[1].any())
+    def _evidence(self, replay: Replay, probe: Probe, finite: bool = True, rounding: bool = False) -> Evidence:
+        """Return the evidence of the run and, where that is not enough, of further runs of the function."""
+        evidence = evidence_of(replay, probe.dtype, finite, rounding, self._follow)
 
         def precise() -> float | None:
-            size = replay.gradient_size_in_float64()
+            size = evidence.precise()
             return probe.gradient_size() if size is None else size
 
-        further = FurtherEvidence(
-            lambda: self._follow(replay.cotangents),
-            (lambda: None) if rounding or trace.graph.is_random else cache(precise),
-            cache(probe.moves) if self._may_probe else lambda: None,
-            lambda: self._follow(replay.overlap),
-            rounding,
+        return replace(
+            evidence,
+            precise=unknown if evidence.precise is unknown else cache(precise),
+            moves=cache(probe.moves) if self._may_probe else unknown,
         )
-        sizes = None if tangents is None else tangents[0]
-        return why_zero(path, sizes, reaches, elsewhere, EPSILON[probe.dtype], further)
 
     def _diagnose_flowing(self, path: DataPath, gradient: np.ndarray) -> Diagnosis:
         evidence = []
@@ -481,20 +455,20 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
     elif report.step is not None:
         finding = _follow_step(report, report.step, path)
     elif report.verdict == "zero":
-        finding = why_zero(path, None, None, False, 0.0, FurtherEvidence(lambda: report.cotangents))
+        finding = why_zero(path, Evidence(cotangents=lambda: report.cotangents))
         if finding.cause in UNRELATED_CAUSES:  # a detach leaves no trace in a graph
             seen = f"in the graph other elements are taken, in {describe(finding.op)}" if finding.op else ""
             finding = CauseFinding(
                 None, None, [seen, "the graph does not show where it was cut; explain the function instead"]
             )
     elif report.verdict == "nonfinite":
-        finding = why_nonfinite(path, None, report.cotangents, finite=True)
+        finding = why_nonfinite(path, Evidence(cotangents=lambda: report.cotangents))
     else:
         finding = why_unconnected(path, None)
     return Diagnosis.made(report.verdict, finding, path, framework, value=report.value, **names)
 
 
-def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFinding:
+def _follow_step(report: LiveReport, step: Trace, path: DataPath) -> CauseFinding:
     """Find why the gradient that a step computed is zero or not finite, by its operations alone."""
     numbers = step.numbers
     size = int(np.prod(tuple(step.target.shape), dtype=int))
@@ -502,12 +476,36 @@ def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFi
     if positions is None:
         positions = np.arange(int(np.prod(tuple(step.source.shape), dtype=int)))
     replay = Replay(step, np.arange(size), np.ones(size), positions)
+    finite = bool(np.isfinite(numbers.array(step.target)).all())
+    evidence = evidence_of(replay, numbers.dtype(step.source), finite)
     if report.verdict == "nonfinite":
-        finite = bool(np.isfinite(numbers.array(step.target)).all())
-        return why_nonfinite(path, replay.finite_flags(), replay.cotangents() if finite else None, finite)
-    tangents, reached = replay.tangents() or (None, None)
-    reaches = None if reached is None else float(np.abs(reached).max(initial=0.0))
-    if reaches and report.suspect is not None:  # by the numbers that the operations had it is not zero
-        return CauseFinding.of_hint(report.suspect)
-    further = FurtherEvidence(replay.cotangents, replay.gradient_size_in_float64, overlap=replay.overlap)
-    return why_zero(path, tangents, reaches, False, EPSILON[str(numbers.array(step.source).dtype)], further)
+        return why_nonfinite(path, evidence)
+    tangents = evidence.tangents()
+    if tangents is not None and tangents.reached and report.suspect is not None:
+        return CauseFinding.of_hint(report.suspect)  # by the numbers that the operations had it is not zero
+    return why_zero(path, replace(evidence, tangents=lambda: tangents))
+
+
+def evidence_of(
+    replay: Replay,
+    dtype: str,
+    finite: bool = True,
+    rounding: bool = False,
+    follow: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+) -> Evidence:
+    """Return the evidence of a recorded run.
+
+    Rounding remains in every precision, so none is too coarse for it. Nor does a higher precision say anything about a
+    run with random numbers, which are others there, and with them what is masked.
+    """
+    return Evidence(
+        flags=partial(follow, replay.finite_flags),
+        tangents=partial(follow, replay.tangents),
+        cotangents=partial(follow, replay.cotangents),
+        overlap=partial(follow, replay.overlap),
+        precise=unknown if rounding or replay.is_random else cache(replay.gradient_size_in_float64),
+        overflows=lambda op: replay.is_finite_in_float64(op, finite),
+        finite=finite,
+        rounding=rounding,
+        epsilon=EPSILON.get(dtype, EPSILON["float32"]),
+    )

@@ -22,13 +22,12 @@ from elementgrad._explain.causes import (
     GROWING,
     MATRIX_PRODUCTS,
     OWN_MASK,
-    SATURATING,
     SELECTING,
+    SHARES,
     SINGULAR,
-    SOFTMAXES,
 )
 from elementgrad._explain.path import CauseFinding, DataPath
-from elementgrad._explain.trace import CotangentSizes, FiniteFlags, Op, ReachOverlap, TangentSizes
+from elementgrad._explain.trace import CotangentSizes, FiniteFlags, Op, ReachOverlap, Tangents, TangentSizes
 
 DECISIVE_CAUSES = ("not-tracked", "integer", "freed-graph")
 """Hints of these causes settle why there is no path."""
@@ -46,10 +45,40 @@ CONSEQUENT_CAUSES = ("stationary", "masked", "kink")
 """They may only follow from an earlier zero: its square is flat, and so is what it multiplies."""
 MAYBE_UNDERFLOW = (None, "masked", "cancelled")
 """A number that is too small for its precision looks like these."""
+BRANCHES = "it only decides which branch the code takes"
 ROUNDING = 64.0
 """Up to so many units of rounding count as nothing where sums cancel."""
 
-Sizes = Sequence[tuple[Op, TangentSizes]]
+
+def unknown() -> None:
+    """Return nothing, for evidence that there is none of."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What can be learned of a gradient that is zero or not finite.
+
+    Each function takes more runs, of operations or of the user's function, so that it is called only where its answer
+    decides. It returns None if that is unknown.
+    """
+
+    flags: Callable[[], Mapping[Op, FiniteFlags] | None] = unknown
+    tangents: Callable[[], Tangents | None] = unknown
+    cotangents: Callable[[], Mapping[Op, CotangentSizes] | None] = unknown
+    overlap: Callable[[], ReachOverlap | None] = unknown
+    """Finds where elements that can move have a gradient."""
+    precise: Callable[[], float | None] = unknown
+    """Computes the size of the gradient in higher precision."""
+    moves: Callable[[], bool | None] = unknown
+    """Tries whether the target moves with the chosen elements."""
+    overflows: Callable[[Op], bool] = lambda op: False
+    """Tells whether an operation gives finite numbers in higher precision."""
+    finite: bool = True
+    """True if the value itself is finite."""
+    rounding: bool = False
+    """True if the gradient is mere rounding, and not exactly zero."""
+    epsilon: float = 0.0
+    """The precision of the numbers."""
 
 
 def describe(op: Op) -> str:
@@ -66,26 +95,21 @@ def why_unconnected(path: DataPath, moves: bool | None) -> CauseFinding:
             finding.op = finding.op or next(iter(readers), None)
             return finding
     cuts, exits = path.cuts(), path.exits()
-    if cuts:
-        return cut_by(cuts, exits if moves else [])
-    if path.reaches_target:
+    if path.reaches_target and not cuts:
         return _custom_rule(path) or CauseFinding(None, None, ["every recorded operation passes gradients on"])
+    if cuts or moves:
+        return _moved_beside(path, cuts, exits if moves else [])
     branch = _only_branch(path, exits)
     if branch is not None:
-        if moves:
-            return CauseFinding("discrete", branch, ["it only decides which branch the code takes"])
-        evidence = [f"it only decides which branch the code takes, in {describe(branch)}"]
+        evidence = [f"{BRANCHES}, in {describe(branch)}"]
         if moves is None:
             return CauseFinding(None, branch, [*evidence, "it was not tried whether the output changes with it"])
         return CauseFinding("unused", None, [*evidence, "the output did not change with it"])
-    if exits and moves is not False:
-        if moves is None and not path.comes_back(exits[0]):
-            return CauseFinding(
-                None, exits[0], ["its values left the framework, and it was not tried whether they are used again"]
-            )
-        return _left_framework([op for op in exits if not op.branches])
-    if moves:
-        return CauseFinding(None, None, ["the output changes with it, but no recorded operation leads there"])
+    if exits and moves is None:
+        if path.comes_back(exits[0]):
+            return _left_framework(exits)
+        evidence = ["its values left the framework, and it was not tried whether they are used again"]
+        return CauseFinding(None, exits[0], evidence)
     opaque = path.opaque_finding()
     if opaque is not None:
         return opaque
@@ -93,6 +117,18 @@ def why_unconnected(path: DataPath, moves: bool | None) -> CauseFinding:
         return CauseFinding("unused", None, ["no operation uses it"])
     evidence = [f"{describe(readers[0])} uses it, but the result is not used for this output"]
     return CauseFinding("unused", None, evidence, variant=ELSEWHERE)
+
+
+def _moved_beside(path: DataPath, cuts: Sequence[Op], exits: Sequence[Op]) -> CauseFinding:
+    """Return the finding for a target that moves with the elements by a way that is no path of the derivative."""
+    if cuts:
+        return cut_by(cuts, exits)
+    branch = _only_branch(path, exits)
+    if branch is not None:
+        return CauseFinding("discrete", branch, [BRANCHES])
+    if exits:
+        return _left_framework(exits)
+    return CauseFinding(None, None, ["the output changes with it, but no recorded operation leads there"])
 
 
 def cut_by(cuts: Sequence[Op], exits: Sequence[Op]) -> CauseFinding:
@@ -126,68 +162,55 @@ def _custom_rule(path: DataPath) -> CauseFinding | None:
 
 
 def _left_framework(exits: Sequence[Op]) -> CauseFinding:
+    exits = [op for op in exits if not op.branches]
     if len({op.where for op in exits}) == 1:
         return CauseFinding("left-framework", exits[0], [exits[0].note] if exits[0].note else [])
     several = Op("one of several ways", module=exits[0].module)
     return CauseFinding("left-framework", several, [f"they leave in {describe(op)}" for op in exits])
 
 
-def why_nonfinite(
-    path: DataPath,
-    flags: Sequence[FiniteFlags | None] | None,
-    cotangents: Sequence[CotangentSizes | None] | None,
-    finite: bool,
-    tangents: Callable[[], Sequence[TangentSizes | None] | None] = lambda: None,
-    overflows: Callable[[Op], bool] = lambda op: False,
-) -> CauseFinding:
-    """Find why the gradient is not finite; `finite` is True if the value itself is.
-
-    `tangents` and `overflows` take more runs. The first is called where several operations may be to blame: then those
-    count that the chosen elements move. The second tells whether an operation gives finite numbers in higher precision.
-    """
-    ops = path.graph.ops
-    flag_of = {} if flags is None else {id(op): flag for op, flag in zip(ops, flags, strict=True) if flag is not None}
-    if not finite and flags is not None:
-        op = _first_nonfinite(path, flag_of, {path.graph.target})
+def why_nonfinite(path: DataPath, evidence: Evidence) -> CauseFinding:
+    """Find why the gradient is not finite. Where several operations may be to blame, those count that have tangents."""
+    flags = evidence.flags() or {}
+    if not evidence.finite and flags:
+        op = _first_nonfinite(path, flags, {path.graph.target})
         if op is None:
             return CauseFinding(None, None, ["the value itself is not finite, and so are numbers that were given"])
-        grows = op.operation in GROWING and id(op) in flag_of and flag_of[id(op)].overflows
-        cause = "singular" if op.operation in SINGULAR and not grows and not overflows(op) else "overflow"
+        grows = op.operation in GROWING and op in flags and flags[op].overflows
+        cause = "singular" if op.operation in SINGULAR and not grows and not evidence.overflows(op) else "overflow"
         for hint in path.graph.hints:
             if hint.cause == "out-of-range" and hint.op is op:
                 return CauseFinding.of_hint(hint)
         return CauseFinding(cause, op, ["the value itself is not finite from there on"])
+    cotangents = (evidence.cotangents() if evidence.finite else None) or {}
     suspects = [
-        (op, sizes)
-        for op, sizes in zip(ops, cotangents or (), strict=False)
-        if sizes is not None and np.isfinite(sizes.at_outputs) and not np.isfinite(sizes.at_inputs)
+        op for op, size in cotangents.items() if np.isfinite(size.at_outputs) and not np.isfinite(size.at_inputs)
     ]
-    tangent_sizes = tangents() if len(suspects) > 1 else None
-    if tangent_sizes is not None:
-        pairs = zip(ops, tangent_sizes, strict=True)
-        moving = {id(op) for op, sizes in pairs if sizes is not None and sizes.at_inputs != 0}
-        suspects = [pair for pair in suspects if id(pair[0]) in moving] or suspects
+    tangents = evidence.tangents() if len(suspects) > 1 else None
+    if tangents is not None:
+        suspects = [op for op in suspects if op in tangents.sizes] or suspects
     if not suspects:
         return CauseFinding(None, None, ["no recorded operation is the first that is not finite"])
-    suspects.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
-    op, sizes = suspects[-1]
-    if id(op) in flag_of and not flag_of[id(op)].inputs:
-        return _nonfinite_input(op, _first_nonfinite(path, flag_of, set(op.inputs)))
+    suspects.sort(key=lambda op: op.operation in SINGULAR)  # zero times infinity comes from what made infinity
+    op = suspects[-1]
+    sizes = cotangents[op]
+    if op in flags and not flags[op].inputs:
+        return _nonfinite_input(op, _first_nonfinite(path, flags, set(op.inputs)))
     if sizes.where_nonfinite == 0:
-        masked = _is_masked_later(path, op, sizes, cotangents or ())
+        masked = _is_masked_later(path, op, cotangents)
         cause = "masked-branch" if masked else "singular" if op.operation in SINGULAR else "overflow"
         return CauseFinding(cause, op, ["the gradient that arrives there is zero, and zero times infinity is NaN"])
-    singular = op.operation in SINGULAR and not overflows(op)
+    singular = op.operation in SINGULAR and not evidence.overflows(op)
     known = op.operation in SINGULAR or op.operation in CAUSE_BY_OPERATION
-    evidence = f"the gradient is {sizes.at_outputs:.3g} at its output and {sizes.at_inputs} at its input"
-    return CauseFinding("singular" if singular else "overflow" if known else None, op, [evidence])
+    seen = f"the gradient is {sizes.at_outputs:.3g} at its output and {sizes.at_inputs} at its input"
+    return CauseFinding("singular" if singular else "overflow" if known else None, op, [seen])
 
 
-def _first_nonfinite(path: DataPath, flag_of: Mapping[int, FiniteFlags], values: set[int]) -> Op | None:
+def _first_nonfinite(path: DataPath, flags: Mapping[Op, FiniteFlags], values: set[int]) -> Op | None:
     """Walk back from `values` along values that are not finite, to the operation that made the first of them."""
     first = None
     for op in reversed(path.graph.ops):
-        flag = flag_of.get(id(op))
+        flag = flags.get(op)
         if flag is not None and not flag.outputs and not values.isdisjoint(op.outputs):
             first = op
             if flag.inputs:
@@ -205,9 +228,7 @@ def _nonfinite_input(op: Op, maker: Op | None) -> CauseFinding:
     )
 
 
-def _is_masked_later(
-    path: DataPath, op: Op, sizes: CotangentSizes, cotangents: Sequence[CotangentSizes | None]
-) -> bool:
+def _is_masked_later(path: DataPath, op: Op, cotangents: Mapping[Op, CotangentSizes]) -> bool:
     """Return True if the outputs are masked later, and not just multiplied by what is zero there, as in a square.
 
     If no gradient arrives at all, the next operation that gets one decides. If some elements get none, any operation
@@ -215,12 +236,12 @@ def _is_masked_later(
     """
     downstream: set[int] = set(op.outputs)
     deciding = []
-    for later, arriving in zip(path.graph.ops, cotangents, strict=False):
+    for later in path.graph.ops:
         if later is op or downstream.isdisjoint(later.inputs):
             continue
-        alive = arriving is not None and not arriving.all_zero
+        alive = later in cotangents and not cotangents[later].all_zero
         deciding += [later] if alive else []
-        if not (sizes.all_zero and alive):
+        if not (cotangents[op].all_zero and alive):
             downstream.update(later.outputs)
     return any(_masks_elements(path, later, downstream) for later in deciding)
 
@@ -236,69 +257,40 @@ def _masks_elements(path: DataPath, op: Op, downstream: AbstractSet[int]) -> boo
     return cause in MASKING_CAUSES
 
 
-@dataclass(frozen=True)
-class FurtherEvidence:
-    """Evidence that takes more runs, and is computed only where it decides. Each function returns None if unknown."""
-
-    cotangents: Callable[[], Sequence[CotangentSizes | None] | None] = lambda: None
-    """Computes the sizes of the gradient at each operation."""
-    precise: Callable[[], float | None] = lambda: None
-    """Computes the size of the gradient in higher precision."""
-    moves: Callable[[], bool | None] = lambda: None
-    """Tries whether the target moves with the chosen elements."""
-    overlap: Callable[[], ReachOverlap | None] = lambda: None
-    """Finds where elements that can move have a gradient."""
-    rounding: bool = False
-    """True if the gradient is mere rounding, and not exactly zero."""
-
-
-def why_zero(
-    path: DataPath,
-    tangents: Sequence[TangentSizes | None] | None,
-    reaches: float | None,
-    elsewhere: bool,
-    epsilon: float,
-    further: FurtherEvidence,
-) -> CauseFinding:
-    """Find why the gradient is zero.
-
-    `reaches` is the largest tangent of the target's chosen elements, and `elsewhere` is True if others have one.
-    """
+def why_zero(path: DataPath, evidence: Evidence) -> CauseFinding:
+    """Find why the gradient is zero."""
+    tangents = evidence.tangents()
     if tangents is None:
-        return _verify_unrelated(path, _search_backwards(path, further), further, None)
-    pairs = zip(path.graph.ops, tangents, strict=True)
-    sizes = [(op, size) for op, size in pairs if size is not None and path.is_between(op)]
-    largest = max([size.at_outputs for _, size in sizes], default=0.0)
-    tiny = reaches is not None and reaches <= ROUNDING * epsilon * largest
-    if reaches is not None and reaches > 0 and not tiny:
-        finding = _search_backwards(path, further)
+        return _verify_unrelated(path, _search_backwards(path, evidence), evidence, None)
+    sizes = {op: size for op, size in tangents.sizes.items() if path.is_between(op)}
+    largest = max([size.at_outputs for size in sizes.values()], default=0.0)
+    if tangents.reached > ROUNDING * evidence.epsilon * largest:
+        finding = _search_backwards(path, evidence)
         finding.evidence.append("in forward mode the derivative is not zero")
         if finding.cause == "row-not-used" and finding.op is not None:  # it is looked up, and gets no gradient
             finding.op = replace(finding.op, operation="padding_idx")
         return finding
-    return _VanishedTangent(path, sizes, elsewhere, epsilon, further).find()
+    return _VanishedTangent(path, sizes, tangents.elsewhere, evidence).find()
 
 
 class _VanishedTangent:
     """Tangents that were followed forwards, and do not arrive at the target."""
 
-    def __init__(self, path: DataPath, sizes: Sizes, elsewhere: bool, epsilon: float, further: FurtherEvidence):
+    def __init__(self, path: DataPath, sizes: Mapping[Op, TangentSizes], elsewhere: bool, evidence: Evidence):
         self._path = path
         self._graph = path.graph
         self._sizes = sizes
-        self._size_of = {id(op): size for op, size in sizes}
         self._elsewhere = elsewhere
-        self._epsilon = epsilon
-        self._further = further
-        self._overlap = further.overlap()
+        self._evidence = evidence
+        self._overlap = evidence.overlap()
 
     def find(self) -> CauseFinding:
-        ended = [op for op, size in self._sizes if size.at_inputs > 0 and size.at_outputs == 0]
+        ended = [op for op, size in self._sizes.items() if size.at_inputs > 0 and size.at_outputs == 0]
         lost = self._ops_losing_gradient()
-        both = [op for op in ended if any(op is other for other in lost)]
+        both = [op for op in ended if op in lost]
         end = self._most_telling(ended) if ended else None
-        exact = ended and not self._further.rounding
-        rounded = [] if exact else [op for op, size in self._sizes if self._is_rounding(size)]
+        exact = ended and not self._evidence.rounding
+        rounded = [] if exact else [op for op, size in self._sizes.items() if self._is_rounding(size)]
         if both:
             return self._finding_at(self._most_telling(both), ended)
         inconclusive = (None, *SELECTION_CAUSES, *CONSEQUENT_CAUSES)
@@ -310,7 +302,7 @@ class _VanishedTangent:
             return self._finding_at(self._most_telling(lost), lost)
         if end is not None:
             return self._finding_at(end, ended)
-        used = [op for op, size in self._sizes if size.at_outputs > 0]
+        used = [op for op, size in self._sizes.items() if size.at_outputs > 0]
         masking = [op for op in used if op.operation in OWN_MASK]
         if masking:
             return CauseFinding("masked", masking[-1], ["other elements of its result depend on it"])
@@ -318,10 +310,10 @@ class _VanishedTangent:
             finding = CauseFinding(
                 "unused", None, ["other elements of the output depend on it, but not those that were named"]
             )
-            return _verify_unrelated(self._path, finding, self._further, self._overlap)
+            return _verify_unrelated(self._path, finding, self._evidence, self._overlap)
         if used:
             finding = CauseFinding("unused", used[-1], ["that part of its result is not used"])
-            return _verify_unrelated(self._path, finding, self._further, self._overlap)
+            return _verify_unrelated(self._path, finding, self._evidence, self._overlap)
         return self._path.opaque_finding() or CauseFinding(None, None, ["no recorded operation stops it"])
 
     def _ops_losing_gradient(self) -> list[Op]:
@@ -338,7 +330,7 @@ class _VanishedTangent:
 
     def _mask_before_softmax(self, op: Op) -> Op | None:
         """Return the mask in front of a softmax, which is flat where the mask has put its lowest number."""
-        if op.operation not in SOFTMAXES:
+        if op.operation not in SHARES:
             return None
         return next((maker for maker in self._makers(op) if maker.operation in SELECTING), None)
 
@@ -364,18 +356,18 @@ class _VanishedTangent:
         return follows and not self._path.ancestors(lost).isdisjoint(end.outputs)
 
     def _is_rounding(self, size: TangentSizes) -> bool:
-        return 0 < size.at_outputs <= ROUNDING * self._epsilon * size.at_inputs
+        return 0 < size.at_outputs <= ROUNDING * self._evidence.epsilon * size.at_inputs
 
     def _most_telling(self, ops: Sequence[Op]) -> Op:
         """Choose the operation that explains most: prefer lost derivatives to cuts and to selections of elements."""
-        rank = {id(op): (self._path.is_cut(op), self._cause(op) in SELECTION_CAUSES) for op in ops}
+        rank = {op: (self._path.is_cut(op), self._cause(op) in SELECTION_CAUSES) for op in ops}
         best = min(rank.values())
-        return self._path.most_downstream([op for op in ops if rank[id(op)] == best])
+        return self._path.most_downstream([op for op in ops if rank[op] == best])
 
     def _cause(self, op: Op) -> str | None:
         if self._is_emptied(op):
             return "unused"
-        size = self._size_of.get(id(op))
+        size = self._sizes.get(op)
         if size is not None and size.cause is not None:
             return size.cause
         cause = (op.cut_cause if self._path.is_cut(op) else None) or _usual_cause(op)
@@ -398,7 +390,7 @@ class _VanishedTangent:
         moving = self._overlap.dependent & set(self._graph.connected)
         kinks = [
             other
-            for other, size in self._sizes
+            for other, size in self._sizes.items()
             if size.at_inputs > 0 and size.at_outputs == 0 and _usual_cause(other) == "kink"
         ]
         ancestors = self._path.ancestors(op)
@@ -406,83 +398,64 @@ class _VanishedTangent:
 
     def _finding_at(self, op: Op, ended: Sequence[Op]) -> CauseFinding:
         cause = self._cause(op)
-        if cause == "masked" and op.operation in SOFTMAXES:
+        if cause == "masked" and op.operation in SHARES:
             evidence = [f"it is so low that {op.operation} gives it no weight"]
             return CauseFinding("masked", self._mask_addition(op) or op, evidence)
-        if cause in (*SELECTION_CAUSES, "masked") or self._moves_only_by_cuts(op):
-            finding = self._finding_by_cuts(op)
-            if finding is not None:
-                return finding
-        if cause in MAYBE_UNDERFLOW and op.operation not in SATURATING:
-            scale = max([size.at_outputs for _, size in self._sizes], default=0.0)
-            cause = "underflow" if _survives_in_float64(self._further.precise(), cause, scale) else cause
+        if self._moves_only_by_cuts(op):
+            ancestors = self._path.ancestors(op)
+            cuts = [cut for cut in _dependent_cuts(self._path, self._overlap) if not ancestors.isdisjoint(cut.outputs)]
+            if cuts:
+                return cut_by(cuts, [])
+        if cause in MAYBE_UNDERFLOW and _usual_cause(op) != "saturated":
+            scale = max([size.at_outputs for size in self._sizes.values()], default=0.0)
+            cause = "underflow" if _survives_in_float64(self._evidence.precise(), cause, scale) else cause
         noted = op.note and (self._path.is_cut(op) or not op.cut_cause)
         finding = CauseFinding(cause, op, [op.note] if noted else [], [other for other in ended if other is not op])
         if self._is_emptied(op):
             finding.variant = EMPTY
-        if cause in UNRELATED_CAUSES:
-            return _verify_unrelated(self._path, finding, self._further, self._overlap)
-        return finding
+        return _verify_unrelated(self._path, finding, self._evidence, self._overlap)
 
     def _moves_only_by_cuts(self, op: Op) -> bool:
         """Return True if every input that can move does so by ways that are cut."""
         dependent = () if self._overlap is None else self._overlap.dependent
         return not any(value in dependent and value in self._graph.connected for value in op.inputs)
 
-    def _finding_by_cuts(self, op: Op) -> CauseFinding | None:
-        """Blame the cuts instead of an operation that selects or masks, where the value moves by a way that is cut."""
-        cuts = _dependent_cuts(self._path, self._overlap)
-        if self._moves_only_by_cuts(op):
-            ancestors = self._path.ancestors(op)
-            cuts = [cut for cut in cuts if not ancestors.isdisjoint(cut.outputs)]
-            return cut_by(cuts, []) if cuts else None
-        cuts = [cut for cut in cuts if cut.cut_cause not in FLAT_CAUSES]
-        if not cuts:
-            return None
-        moved = self._further.moves()
-        if moved is None:
-            return CauseFinding(None, None, [f"it ends in {describe(other)}" for other in (op, *cuts)])
-        return cut_by(cuts, []) if moved else None
 
-
-def _search_backwards(path: DataPath, further: FurtherEvidence) -> CauseFinding:
+def _search_backwards(path: DataPath, evidence: Evidence) -> CauseFinding:
     """Blame the last operation, going backwards, with a gradient at its outputs and none at its inputs."""
-    graph, cotangents = path.graph, further.cotangents()
+    graph, cotangents = path.graph, evidence.cotangents()
     for hint in graph.hints:
         if hint.cause in ("hook", "custom-rule") and cotangents is None:
             return CauseFinding.of_hint(hint)
     ended = [
         op
-        for op, sizes in zip(graph.ops, cotangents or (), strict=False)
-        if sizes is not None and path.is_between(op) and sizes.at_outputs > 0 and sizes.at_inputs == 0
+        for op, size in (cotangents or {}).items()
+        if path.is_between(op) and size.at_outputs > 0 and size.at_inputs == 0
     ]
     if not ended:
         hooks = [hint for hint in graph.hints if hint.cause in ("hook", "out-of-range")]
         if hooks:
             return CauseFinding.of_hint(hooks[0])
-        join = _join_of_gradients(path, cotangents or ())
+        join = _join_of_gradients(path, cotangents or {})
         if join is not None:
             return CauseFinding("cancelled", join, ["gradients come back by several ways, and add up to zero"])
-        return CauseFinding("underflow" if further.precise() else None, None, [])
+        return CauseFinding("underflow" if evidence.precise() else None, None, [])
     op = ended[-1]
     for hint in graph.hints:
         if hint.cause == "out-of-range" and hint.op is op:
             return CauseFinding.of_hint(hint)
     cause = _usual_cause(op)
-    survives = cause in MAYBE_UNDERFLOW and _survives_in_float64(further.precise(), cause, 1.0)
+    survives = cause in MAYBE_UNDERFLOW and _survives_in_float64(evidence.precise(), cause, 1.0)
     return CauseFinding("underflow" if survives else cause, op)
 
 
-def _join_of_gradients(path: DataPath, cotangents: Sequence[CotangentSizes | None]) -> Op | None:
+def _join_of_gradients(path: DataPath, cotangents: Mapping[Op, CotangentSizes]) -> Op | None:
     """Return the first operation that all readers of the source with a gradient lead to, if they are several."""
     graph = path.graph
     readers = [
         op
-        for op, sizes in zip(graph.ops, cotangents, strict=False)
-        if sizes is not None
-        and graph.source in op.inputs
-        and path.is_between(op)
-        and 0 < sizes.at_inputs < float("inf")
+        for op, size in cotangents.items()
+        if graph.source in op.inputs and path.is_between(op) and 0 < size.at_inputs < float("inf")
     ]
     for op in graph.ops if len(readers) > 1 else ():
         if not path.is_between(op):
@@ -494,15 +467,18 @@ def _join_of_gradients(path: DataPath, cotangents: Sequence[CotangentSizes | Non
 
 
 def _verify_unrelated(
-    path: DataPath, finding: CauseFinding, further: FurtherEvidence, overlap: ReachOverlap | None
+    path: DataPath, finding: CauseFinding, evidence: Evidence, overlap: ReachOverlap | None
 ) -> CauseFinding:
-    """Keep a finding that the value is unrelated to the elements only if it does not move with them."""
-    if finding.cause not in UNRELATED_CAUSES:
-        return finding
-    moved = further.moves()
+    """Keep a finding that elements are not used, or masked, only if the target does not move with them all the same."""
+    unrelated, op = finding.cause in UNRELATED_CAUSES, finding.op
     cuts = _dependent_cuts(path, overlap)
+    steep = [cut for cut in cuts if cut.cut_cause not in FLAT_CAUSES]
+    if not unrelated and (finding.cause not in (*SELECTION_CAUSES, "masked") or not steep):
+        return finding
+    cuts = steep or cuts
     exits = [op for op in path.exits() if overlap is None or not overlap.dependent.isdisjoint(op.inputs)]
-    op = finding.op
+    exits = exits if unrelated and not steep else []
+    moved = evidence.moves()
     if moved is None and (cuts or exits):
         ends = [end for end in (op, *cuts, *exits) if end is not None]
         return CauseFinding(None, None, [f"it ends in {describe(end)}" for end in ends])
@@ -510,16 +486,7 @@ def _verify_unrelated(
         return finding
     if op is not None and cuts and all(_is_boolean_index(cut, op) for cut in cuts):
         return CauseFinding("masked", op, ["a mask selects other elements"])
-    if cuts:
-        return cut_by(cuts, exits)
-    branch = _only_branch(path, exits)
-    if branch is not None:
-        return CauseFinding("discrete", branch, ["it only decides which branch the code takes"])
-    if exits:
-        return _left_framework([exit for exit in exits if not exit.branches])
-    return CauseFinding(
-        None, None, [*finding.evidence, "the output changes with it, but no recorded operation leads there"]
-    )
+    return _moved_beside(path, cuts, exits)
 
 
 def _dependent_cuts(path: DataPath, overlap: ReachOverlap | None) -> list[Op]:

@@ -7,11 +7,10 @@ and of `<a|b|c>` a user of PyTorch reads a, one of TensorFlow b, and one of JAX 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elementgrad._explain import kinds
-from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC, NOTHING_TRACKED
 
 Variant = tuple[str, str]
 """A cause and an operation, or a phrase that stands for one."""
@@ -46,11 +45,11 @@ not-tracked
     -> <call requires_grad_(True) on it before it is used|call tape.watch(x) before it is used, if it is a plain tensor;
     otherwise set layer.trainable = True, or trainable of the variable|make it an argument of the function and name it
     in argnums>
-  at MOVING_STATISTIC
+  at a moving statistic
     {wrt} is a running statistic, which is not trained by gradients
     -> train <the weight and the bias|gamma and beta|the scale and the bias> of the layer; its statistics are updated
     from the data< in model.train() mode| when it is called with training=True|>
-  at NOTHING_TRACKED
+  at a step without gradients
     nothing that {of} is computed from requires gradients
     -> compute {of} from the parameters or tensors that you train, and call requires_grad_(True) on those that are
     frozen
@@ -64,12 +63,12 @@ non-leaf
 unused
     it is not computed from {wrt}
     -> use {wrt} in the computation, or name a tensor that is used
-  at ELSEWHERE
+  at another result
     -> name the result that {wrt} is used for, or add that result to the loss; otherwise do not train {wrt}
-  at CONSTANT
+  at a constant
     it is a constant, which does not depend on any argument
     -> compute {of} from {wrt}, or name another result: this one is a constant
-  at EMPTY
+  at an empty tensor
     {operation} makes an empty tensor, which contributes nothing
     -> give {operation} an input with elements: its batch, or what was selected for it, is empty
 not-selected
@@ -160,7 +159,7 @@ masked
     the mask of {operation} removes it
   at ADDITIONS
     {operation} adds a large negative number, so that it has no weight
-  at SOFTMAXES
+  at SHARES
     {operation} gives it no weight, since its value is so low
 dropped
     {operation} dropped it in this run
@@ -195,7 +194,7 @@ modified-in-place
     -> write to a clone(), as in y = x.clone(), or build it with torch.stack or torch.where
   at add_, sub_, mul_, div_, pow_
     -> write x = x + y instead of x += y or x.add_(y), or work on a clone()
-  at LEAF_WRITE
+  at a write in place to a leaf
     a tensor that requires gradients is written to in place
     -> update it inside torch.no_grad(), or write to a clone(), as in y = x.clone()
   at optimizer.step
@@ -324,27 +323,11 @@ CAUSE_BY_OPERATION: Mapping[str, str] = {
     **{word: cause for cause, words in _OPERATIONS_BY_CAUSE.items() for word in words.split()},
 }
 """The cause that usually ends a derivative in an operation; the numbers may say another."""
-SATURATING = frozenset(word for word, cause in CAUSE_BY_OPERATION.items() if cause == "saturated")
-"""Operations that flatten out."""
-MATRIX_PRODUCTS = frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.MATRIX_PRODUCT)
-"""Sums of products: what is lost for some rows alone was multiplied by zero."""
-SELECTING = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
-"""Operations that replace some of the numbers."""
-ADDITIONS = frozenset(["add", "add_", "sub", "sub_", "rsub", "subtract"])
-"""Operations that add two numbers."""
-SOFTMAXES = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
-"""Operations in which a masked element counts for nothing."""
-OWN_MASK = frozenset(["scaled_dot_product_attention", "attention", "tril", "triu", "matrix_band_part", "band_part"])
-"""Operations with a mask of their own, which no tensor shows."""
-DIVISIONS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciprocal".split())  # noqa: SIM905
-"""Divisions, which multiply by zero only where their other part is zero or infinite."""
-ELSEWHERE = "another result"
-"""Stands for the operation where the source is used for other results only."""
-CONSTANT = "a constant"
-"""Stands for the operation where the result is computed from plain numbers alone."""
-EMPTY = "an empty tensor"
-"""Stands for the operation where its result has no elements."""
 _OPERATIONS_BY_GROUP = {
+    "SELECTING": "where masked_fill masked_fill_ select_n",
+    "ADDITIONS": "add add_ sub sub_ rsub subtract",
+    "OWN_MASK": "scaled_dot_product_attention attention tril triu matrix_band_part band_part",
+    "DIVISIONS": "div div_ true_divide divide truediv rdiv realdiv reciprocal",
     "ROOTS": """
         sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance
         hypot normalize cosine_similarity euclidean_norm""",
@@ -354,6 +337,7 @@ _OPERATIONS_BY_GROUP = {
     "ARCS": "acos asin atanh arccos arcsin arctanh",
     "POWERS": "pow pow_ power float_power",
     "DECOMPOSITIONS": "eig eigh linalg_eig linalg_eigh svd linalg_svd",
+    "OTHER_SINGULAR": "log1p acosh arccosh std var logdet slogdet atan2 arctan2 logsumexp",
     "COPIES": "tensor as_tensor asarray from_numpy new_tensor",
     "POOLS": """
         max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
@@ -361,33 +345,42 @@ _OPERATIONS_BY_GROUP = {
     "ORDERS": "topk top_k sort kthvalue median nanmedian mode cummax cummin",
     "CROSS_ENTROPIES": """
         cross_entropy softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits""",
-    "WRITES": ".at[].set .at[].add .at[].subtract .at[].multiply .at[].divide .at[].power .at[].min .at[].max",
+    "WRITES": """
+        .at[].set .at[].add .at[].subtract .at[].multiply .at[].divide .at[].power .at[].min .at[].max""",
     "SEGMENTS": """
         segment_sum segment_max segment_min unsorted_segment_sum unsorted_segment_prod unsorted_segment_max
         unsorted_segment_min""",
 }
-_GROUPS: Mapping[str, Iterable[str]] = {
-    **{name: words.split() for name, words in _OPERATIONS_BY_GROUP.items()},
-    "DIVISIONS": DIVISIONS,
-    "MATRIX_PRODUCTS": MATRIX_PRODUCTS,
-    "OWN_MASK": OWN_MASK,
-    "ADDITIONS": ADDITIONS,
-    "SOFTMAXES": SOFTMAXES,
-    "LEAF_WRITE": [LEAF_WRITE],
-    "MOVING_STATISTIC": [MOVING_STATISTIC],
-    "NOTHING_TRACKED": [NOTHING_TRACKED],
-    "ELSEWHERE": [ELSEWHERE],
-    "CONSTANT": [CONSTANT],
-    "EMPTY": [EMPTY],
+GROUPS: Mapping[str, frozenset[str]] = {
+    "MATRIX_PRODUCTS": frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.MATRIX_PRODUCT),
+    "SHARES": frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.SHARE),
+    **{name: frozenset(words.split()) for name, words in _OPERATIONS_BY_GROUP.items()},
 }
-"""Groups of operations, or phrases, by their names in the table of words."""
-SINGULAR = DIVISIONS.union(
-    *[_GROUPS[name] for name in ("ROOTS", "LOGS", "ARCS", "POWERS", "DECOMPOSITIONS")],
-    "log1p acosh arccosh std var logdet slogdet atan2 arctan2 logsumexp".split(),  # noqa: SIM905
+"""Groups of operations, by their names in the table of words."""
+MATRIX_PRODUCTS = GROUPS["MATRIX_PRODUCTS"]
+"""Sums of products: what is lost for some rows alone was multiplied by zero."""
+SHARES = GROUPS["SHARES"]
+"""Operations in which a masked element counts for nothing."""
+SELECTING = GROUPS["SELECTING"]
+"""Operations that replace some of the numbers."""
+ADDITIONS = GROUPS["ADDITIONS"]
+"""Operations that add two numbers."""
+OWN_MASK = GROUPS["OWN_MASK"]
+"""Operations with a mask of their own, which no tensor shows."""
+DIVISIONS = GROUPS["DIVISIONS"]
+"""Divisions, which multiply by zero only where their other part is zero or infinite."""
+SINGULAR = frozenset().union(
+    *[GROUPS[name] for name in ("DIVISIONS", "ROOTS", "LOGS", "ARCS", "POWERS", "DECOMPOSITIONS", "OTHER_SINGULAR")]
 )
 """Operations that have points without a finite slope."""
-GROWING = DIVISIONS.union(_GROUPS["POWERS"], ["square"])
+GROWING = DIVISIONS | GROUPS["POWERS"] | {"square"}
 """Operations that give infinity for an input of zero, or where numbers become too large."""
+ELSEWHERE = "another result"
+"""Stands for the operation where the source is used for other results only."""
+CONSTANT = "a constant"
+"""Stands for the operation where the result is computed from plain numbers alone."""
+EMPTY = "an empty tensor"
+"""Stands for the operation where its result has no elements."""
 
 
 def _parse_words() -> tuple[dict[str, Cause], dict[Variant, Cause]]:
@@ -399,7 +392,7 @@ def _parse_words() -> tuple[dict[str, Cause], dict[Variant, Cause]]:
         causes[name] = _parse_cause(general, Cause("", ""))
         for part in closer:
             groups, _, words = part.partition("\n")
-            operations = [operation for group in groups.split(", ") for operation in _GROUPS.get(group, [group])]
+            operations = [operation for group in groups.split(", ") for operation in GROUPS.get(group, [group])]
             variants |= dict.fromkeys([(name, each) for each in operations], _parse_cause(words, causes[name]))
     return causes, variants
 

@@ -104,7 +104,7 @@ def is_tied(op: Op, masks: Masks, numbers: Numbers) -> bool:
             nudged = [
                 x
                 if mask is None or x.dtype.kind != "f"
-                else _nudge(x, mask, direction * (1 << 16 if numbers.is_bfloat16(operand) else 1))
+                else _nudge(x, mask, direction * (1 << 16 if numbers.dtype(operand) == "bfloat16" else 1))
                 for x, mask, operand in zip(inputs, masks, op.operands, strict=True)
             ]
             pairs = zip(before, _rerun(op, nudged, numbers), strict=True)

@@ -114,8 +114,7 @@ def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbe
     if kind == CAPPED_RECTIFIER:
         return "clamped" if bool((x > 0).all()) else None
     if kind == LOOKUP:
-        every = [np.ones(tuple(op.operands[first].shape)) if n == first else None for n in range(len(op.operands))]
-        ones = [None if e is None else numbers.like(e, op.operands[first]) for e in every]
+        ones = [numbers.like(np.ones(tuple(y.shape)), y) if n == first else None for n, y in enumerate(op.operands)]
         return "out-of-range" if op.misses and not _size(op.jvp(ones), numbers) else "row-not-used"
     if kind == SELECTION:
         return "masked"
@@ -192,7 +191,7 @@ def _moves_at_zero(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) 
     operands = [x if t is None else numbers.like(np.zeros(tuple(x.shape)), x) for x, t in pairs]
     there = replace(op, operands=operands, results=op.rerun(operands))
     epsilon = max([np.finfo(numbers.array(t).dtype).eps for t in tangents if t is not None])
-    coarse = any(numbers.is_bfloat16(t) for t in tangents if t is not None)
+    coarse = any(numbers.dtype(t) == "bfloat16" for t in tangents if t is not None)
     epsilon = 2.0**-7 if coarse else float(epsilon)
     return not _size(there.jvp(tangents), numbers) <= ROUNDING * epsilon * _size(tangents, numbers)
 

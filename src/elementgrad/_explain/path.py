@@ -92,13 +92,13 @@ class DataPath:
 
     def comes_back(self, exit: Op) -> bool:
         """Return True if the target is computed from plain numbers that became a tensor after `exit`."""
-        later = self.graph.ops[self._index(exit) :]
+        later = self.graph.ops[self.graph.ops.index(exit) :]
         return any(op.from_python and not self.to_target.isdisjoint(op.outputs) for op in later)
 
     def ancestors(self, op: Op) -> set[int]:
         """Return the values that an operation was computed from, its inputs included."""
         values = set(op.inputs)
-        for earlier in reversed(self.graph.ops[: self._index(op)]):
+        for earlier in reversed(self.graph.ops[: self.graph.ops.index(op)]):
             if not values.isdisjoint(earlier.outputs):
                 values.update(earlier.inputs)
         return values
@@ -117,9 +117,10 @@ class DataPath:
 
     def operations(self, broken: Op | None = None) -> list[str]:
         """Return the names of the operations on one way from source to target, through `broken` if it is given."""
-        if broken is None or not any(op is broken for op in self.graph.ops):
+        if broken not in self.graph.ops:
             way = self._way_to(self.graph.target) if self.reaches_target else []
         else:
+            assert broken is not None
             way = [*self._way_to(*[value for value in broken.inputs if value in self.from_source][:1]), broken]
             way += self._way_from(broken)
         return [PathStep.of(op, op is broken) for op in way if not op.hidden or op is broken]
@@ -139,11 +140,8 @@ class DataPath:
     def _way_from(self, op: Op) -> list[Op]:
         """Return the operations of one way from an operation to the target; none if there is no way."""
         way: list[Op] = []
-        for later in self.graph.ops[self._index(op) + 1 :]:
+        for later in self.graph.ops[self.graph.ops.index(op) + 1 :]:
             if not set(op.outputs).isdisjoint(later.inputs) and not self.to_target.isdisjoint(later.outputs):
                 way.append(later)
                 op = later
         return way
-
-    def _index(self, op: Op) -> int:
-        return next(index for index, other in enumerate(self.graph.ops) if other is op)

@@ -21,8 +21,6 @@ from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
 from elementgrad.errors import TracedError
 
 Tensor = Any
-LARGEST = {"float64": 1.79e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38}
-"""About the largest number of each precision."""
 REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 """The precision of a complex number's parts."""
 COMPLEX = {real: name for name, real in REAL.items()}
@@ -104,14 +102,14 @@ class Probe:
 
         Values of float32 are followed in float64 where all operations run in it: a small slope shows in no others.
         """
-        index = int(np.argmax(np.abs(gradient)))
-        position, entry = int(self.wrt[index]), float(gradient[index])
+        position, entry = self._largest(gradient)
         verdict = self._compare(position, entry, replay, wide=True) if self.dtype == "float32" else None
         verdict = verdict or self._compare(position, entry, replay, wide=False)
-        if verdict is None:
-            return False
-        far = abs(verdict.difference - entry) > MISMATCH * max(abs(verdict.difference), abs(entry))
-        return verdict.agrees is False and far
+        return verdict is not None and verdict.agrees is False and _is_off(entry, verdict.difference)
+
+    def _largest(self, gradient: np.ndarray) -> tuple[int, float]:
+        index = int(np.argmax(np.abs(gradient)))
+        return int(self.wrt[index]), float(gradient[index])
 
     def _compare(self, position: int, entry: float, replay: Replay, wide: bool) -> DifferenceVerdict | None:
         """Compare an element of the gradient with differences; None if an operation cannot run at other numbers."""
@@ -135,9 +133,7 @@ class Probe:
 
         A replay knows nothing of what NumPy wrote to the memory of a tensor, which a run does again.
         """
-        _, weights = self.seeds
-        index = int(np.argmax(np.abs(gradient)))
-        position, entry = int(self.wrt[index]), float(gradient[index])
+        position, entry = self._largest(gradient)
         number = float(real_parts(self.backend, self.wrt_operand.tensor)[position])
         epsilon = EPSILON[self.dtype]
         step = epsilon ** (1 / 3) * max(1.0, abs(number))
@@ -149,10 +145,10 @@ class Probe:
                 parts = sampled.parts_at(sampled.move(self._base(), [position], np.array([by])), self.of)
             except Exception:  # the user's function, at numbers that are not theirs
                 return False
-            sides.append(float(weights @ parts))
+            sides.append(float(self.seeds[1] @ parts))
         slope = (sides[1] - sides[0]) / (2 * step)
         noise = ROUNDING * epsilon * max(map(abs, sides)) / step
-        return abs(slope - entry) > MISMATCH * max(abs(slope), abs(entry)) + noise
+        return _is_off(entry, slope, noise)
 
     def gradient_size(self, dtype: str = "float64") -> float | None:
         """Return the size of the gradient in another precision; None if the function does not accept it."""
@@ -163,11 +159,6 @@ class Probe:
         except Exception:  # the user's function is made for another precision
             return None
         return None if gradient is None else float(np.abs(gradient.reshape(-1)[self.wrt]).max(initial=0.0))
-
-    def overflows(self) -> bool:
-        """Return True if the gradient is finite in float64, and too large for the precision of the function."""
-        size = self.gradient_size()
-        return size is not None and LARGEST[self.dtype] < size < math.inf
 
     def is_rounding(self, gradient: np.ndarray, largest: float, value: float) -> bool:
         """Return True if a gradient is mere rounding.
@@ -187,6 +178,10 @@ class Probe:
         """Return the source, or zeros to add to it where it exists only during the run."""
         like = self.wrt_operand.tensor
         return self.backend.zeros(tuple(self.backend.shape(like)), like) if self.source.computed else self.source.tensor
+
+
+def _is_off(entry: float, slope: float, noise: float = 0.0) -> bool:
+    return abs(slope - entry) > MISMATCH * max(abs(slope), abs(entry)) + noise
 
 
 class SampledCall:

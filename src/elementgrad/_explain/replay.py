@@ -1,8 +1,8 @@
 """Follow a recorded run again: tangents forwards, cotangents backwards, and which elements can move with which.
 
 All of it goes through the operations of the record, one at a time, and none of it runs the user's function. A method
-returns one entry per operation, None for an operation that has none. It returns None instead of a list if an operation
-on the way has no rule; the diagnosis then leaves open what it would have said.
+returns an entry for each operation that has one, or None if an operation on the way has no rule; the diagnosis then
+leaves open what it would have said.
 """
 
 import math
@@ -23,6 +23,7 @@ from elementgrad._explain.trace import (
     Numbers,
     Op,
     ReachOverlap,
+    Tangents,
     TangentSizes,
     Trace,
     uneven_weights,
@@ -43,19 +44,23 @@ class Replay:
         self._numbers = trace.numbers
         self._of, self._weights, self._wrt = of, weights, wrt
         self._sources = [trace.graph.source, *trace.later_ids]
+        self.is_random = trace.graph.is_random
 
-    def tangents(self) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        """Push tangents from the source's elements; also return the target's tangent."""
+    def tangents(self) -> Tangents | None:
+        """Push tangents from the source's elements."""
         trace, numbers = self._trace, self._numbers
         seed = numbers.at(trace.source, self._wrt, uneven_weights(len(self._wrt)))
         tangents: dict[int, Tensor] = dict.fromkeys(self._sources, seed)
         with trace.following():
             sizes = push_tangents(self._ops, self._connected, tangents, numbers, trace.graph.target)
             reached = tangents.get(trace.graph.target)
-            arriving = np.zeros(tuple(trace.target.shape)) if reached is None else numbers.array(reached)
-        return None if sizes is None else (sizes, arriving.astype(np.float64))
+            arriving = np.zeros(trace.target.shape) if reached is None else numbers.array(reached).astype(np.float64)
+        if sizes is None:
+            return None
+        chosen = np.abs(arriving.reshape(-1)[self._of]).max(initial=0.0)
+        return Tangents(sizes, float(chosen), bool(np.delete(arriving, self._of).any()))
 
-    def cotangents(self) -> Sequence[CotangentSizes | None] | None:
+    def cotangents(self) -> Mapping[Op, CotangentSizes] | None:
         """Pull back the gradient of the target's elements.
 
         Where an operation reads the source itself, only the source's chosen elements count at its inputs.
@@ -85,20 +90,17 @@ class Replay:
                 return None
         return ReachOverlap(set(masks), alive)
 
-    def finite_flags(self) -> Sequence[FiniteFlags | None]:
+    def finite_flags(self) -> Mapping[Op, FiniteFlags]:
         """Check which inputs and outputs are finite."""
         with self._trace.following():
-            return [finite_flags(op, self._numbers) if op.operands else None for op in self._ops]
+            return {op: finite_flags(op, self._numbers) for op in self._ops if op.operands}
 
-    def is_finite_in_float64(self, op: Op, gradient: bool) -> bool | None:
+    def is_finite_in_float64(self, op: Op, gradient: bool) -> bool:
         """Return True if one operation, on its own numbers in float64, gives finite results, or a finite `gradient`.
 
-        None if it does not run in that precision, or ran in it.
+        False if it does not run in that precision, or ran in it.
         """
         numbers = self._numbers
-        narrow = [x for x in op.operands if numbers.is_differentiable(x) and numbers.array(x).dtype.itemsize < 8]
-        if not narrow:
-            return None
         try:
             with self._trace.following(), numbers.in_float64():
                 wide = self._widen(op, {})
@@ -109,7 +111,7 @@ class Replay:
                     results = wide.vjp(seeds, wanted)
                 return all(math.isfinite(numbers.size(x)) for x in results if x is not None)
         except Exception:  # it is made for another precision
-            return None
+            return False
 
     def gradient_size_in_float64(self) -> float | None:
         """Run all operations again in float64, with tangents; return the size of the target's.
@@ -197,19 +199,18 @@ def finite_flags(op: Op, numbers: Numbers) -> FiniteFlags:
 
 def push_tangents(
     ops: Sequence[Op], connected: Collection[int], tangents: dict[int, Tensor], numbers: Numbers, target: int
-) -> list[TangentSizes | None] | None:
+) -> dict[Op, TangentSizes] | None:
     """Push tangents through the operations, up to that of a target; return their sizes at each operation.
 
     Others are dropped after their last use.
     """
-    sizes: list[TangentSizes | None] = []
+    sizes: dict[Op, TangentSizes] = {}
     last_use = {value: op for op in ops for value in op.inputs if value != target}
     for op in ops:
         pairs = zip(op.inputs, op.operands, strict=False)
         arriving = [tangents.get(value) if numbers.is_differentiable(x) else None for value, x in pairs]
         at_inputs = worst(numbers.size(t) for t in arriving if t is not None)
         if at_inputs == 0 or not op.operands:
-            sizes.append(TangentSizes(0.0, 0.0) if op.operands else None)
             continue
         live = [value in connected for value in op.outputs[: len(op.results)]]
         leaving: Sequence[Tensor | None] = ()
@@ -224,7 +225,7 @@ def push_tangents(
         tangents.update(reached)
         at_outputs = worst(map(numbers.size, reached.values()))
         cause = why_nothing_leaves(op, arriving, numbers, at_outputs != 0) if any(live) and at_inputs > 0 else None
-        sizes.append(TangentSizes(at_inputs, at_outputs, cause))
+        sizes[op] = TangentSizes(at_inputs, at_outputs, cause)
     return sizes
 
 
@@ -236,14 +237,14 @@ def pull_cotangents(
     chosen: Chosen | None = None,
     see: Callable[[int, Tensor], None] = lambda value, cotangent: None,
     totals: Mapping[int, Tensor] = MappingProxyType({}),
-) -> list[CotangentSizes | None] | None:
+) -> dict[Op, CotangentSizes] | None:
     """Pull cotangents back through the operations; return their sizes at each operation.
 
     With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped. `totals`
     are known sums of all that arrives at some values, and replace what is pulled back to these.
     """
-    sizes: list[CotangentSizes | None] = [None] * len(ops)
-    for index, op in reversed(list(enumerate(ops))):
+    sizes: dict[Op, CotangentSizes] = {}
+    for op in reversed(ops):
         arriving = [cotangents.pop(value, None) for value in op.outputs]
         for value, g in zip(op.outputs, arriving, strict=True):
             if g is not None:
@@ -264,10 +265,10 @@ def pull_cotangents(
             value = op.inputs[n]
             cotangents[value] = cotangents[value] + g if value in cotangents else g
         values = [(op.inputs[n], g) for n, g in pulled.items()]
-        sizes[index] = cotangent_sizes([g for g in arriving if g is not None], values, numbers, chosen)
+        sizes[op] = cotangent_sizes([g for g in arriving if g is not None], values, numbers, chosen)
     for value, g in cotangents.items():
         see(value, g)
-    return sizes
+    return dict(reversed(sizes.items()))
 
 
 def cotangent_sizes(

@@ -8,7 +8,7 @@ cotangents and dependence are followed through the record (`replay.py`) without 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -157,10 +157,6 @@ class Numbers:
         """Return a context in which operations run in float64."""
         return self._backend.precision("float64")
 
-    def is_bfloat16(self, x: Tensor) -> bool:
-        """Return True for a tensor of bfloat16, which `array` gives in float32."""
-        return self.dtype(x) == "bfloat16"
-
     def at(self, like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
         """Return values at flat positions of a tensor like another, and zeros elsewhere."""
         flat = np.zeros(int(np.prod(like.shape, dtype=int)))
@@ -208,6 +204,18 @@ class TangentSizes:
 
 
 @dataclass(frozen=True)
+class Tangents:
+    """The tangents of the chosen elements, on their way to the target."""
+
+    sizes: Mapping[Op, TangentSizes]
+    """At each operation that they reach, in order."""
+    reached: float
+    """The largest at the target's chosen elements."""
+    elsewhere: bool
+    """True if other elements of the target have one."""
+
+
+@dataclass(frozen=True)
 class CotangentSizes:
     """The largest absolute gradient at an operation's outputs, where it arrives, and at its inputs; NaN counts."""
 
@@ -239,8 +247,12 @@ class ReachOverlap:
     """Values of which such an element has a gradient other than zero."""
 
 
-class Trace(ABC):
-    """A recorded run of the user's function, from one source to one target. `replay.py` follows it again."""
+@dataclass(eq=False)
+class Trace:
+    """A recorded run of the user's function, or of a training step, from one source to one target.
+
+    `replay.py` follows it again.
+    """
 
     graph: OpGraph[Any]
     numbers: Numbers
@@ -248,12 +260,10 @@ class Trace(ABC):
     """The tensor that is differentiated by, as it was in the run."""
     target: Tensor
     """The tensor that is differentiated, detached."""
+    following: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes a context in which operations run again without disturbing anything."""
     later_ids: Sequence[int] = ()
     """Of a source that is a variable, the values after writes to it."""
-
-    def following(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations run again without disturbing anything."""
-        return nullcontext()
 
     def apply_source_hooks(self, gradient: Tensor) -> Tensor:
         """Return the gradient after the user's own hooks on the source."""
@@ -263,30 +273,12 @@ class Trace(ABC):
         """Return why the framework refused to compute the gradient, if that is a known cause."""
         return None
 
-    @abstractmethod
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         """Return the gradient, for the whole source, of a weighted sum of the target's elements at flat positions `of`.
 
         None if the framework's derivative has no path. Errors of the framework pass through.
         """
-
-
-@dataclass
-class StepTrace(Trace):
-    """A training step that ran as it is, from a tensor to the loss that it got its gradient from."""
-
-    graph: OpGraph[Any]
-    numbers: Numbers
-    source: Tensor
-    target: Tensor
-    follow: Callable[[], AbstractContextManager[Any]]
-    later_ids: Sequence[int] = ()
-
-    def following(self) -> AbstractContextManager[Any]:
-        return self.follow()
-
-    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        raise NotImplementedError("the gradient of a step is the one that it computed")
+        return None
 
 
 class Record(ABC):
@@ -310,9 +302,9 @@ class LiveReport:
     of: str = "the loss"
     wrt: str = "its inputs"
     value: Tensor | None = None
-    cotangents: Sequence[CotangentSizes | None] | None = None
-    """For each operation of the graph, where the gradient is zero or not finite."""
-    step: StepTrace | None = None
+    cotangents: Mapping[Op, CotangentSizes] | None = None
+    """At each operation of the graph, where the gradient is zero or not finite."""
+    step: Trace | None = None
     """The step, to follow it again, where the gradient is zero or not finite."""
     positions: np.ndarray | None = None
     """The elements of the step's source that are asked about; None for all."""

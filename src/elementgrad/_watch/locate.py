@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad._explain.blame import why_nonfinite
+from elementgrad._explain.blame import Evidence, why_nonfinite
 from elementgrad._explain.causes import SELECTING
 from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.path import CauseFinding, DataPath
@@ -116,7 +116,7 @@ class _Search:
             return WatchReport.of_cause(self._tripped, "masked-row", place, number, **site)
         start = next((value for value in first.inputs), result)
         path = DataPath(OpGraph([first], start, result, self._record.connected, self._record.hints))
-        finding = why_nonfinite(path, [finite_flags(first, self._numbers)], None, finite=False)
+        finding = why_nonfinite(path, Evidence(flags=lambda: {first: finite_flags(first, self._numbers)}, finite=False))
         finding.evidence = self._inputs_at(first, result)
         report = self._report(finding, path, place, number)
         return replace(report, clause=NO_VALUE.format(first.operation)) if report.cause == "singular" else report
@@ -144,7 +144,7 @@ class _Search:
 
     def _bad_gradients(
         self, seeds: Mapping[int, Tensor], totals: Mapping[int, Tensor]
-    ) -> tuple[dict[int, Tensor], list[CotangentSizes | None] | None]:
+    ) -> tuple[dict[int, Tensor], dict[Op, CotangentSizes] | None]:
         """Return the gradients inside of the model that are not finite, and the sizes of all at each operation."""
         gradients: dict[int, Tensor] = {}
 
@@ -165,8 +165,8 @@ class _Search:
             return None
         source = min(gradients)
         path = DataPath(OpGraph(ops, source, target.id or 0, self._record.connected, self._record.hints))
-        flags = [finite_flags(op, numbers) if op.operands else None for op in ops]
-        finding = why_nonfinite(path, flags, sizes, finite=True)
+        flags = {op: finite_flags(op, numbers) for op in ops if op.operands}
+        finding = why_nonfinite(path, Evidence(flags=lambda: flags, cotangents=lambda: sizes))
         op = finding.op
         if op is None:
             return None

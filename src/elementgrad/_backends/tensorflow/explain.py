@@ -5,7 +5,7 @@ recorded by the gradient functions of the operations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -37,7 +37,6 @@ from elementgrad._explain.trace import (
     Op,
     OpGraph,
     Record,
-    StepTrace,
     Trace,
 )
 from elementgrad.errors import ElementgradError, FrameworkError, UnconnectedError
@@ -108,11 +107,18 @@ class TensorflowRecord(Record):
         return TensorflowTrace(self, source, target)
 
 
+@contextmanager
+def _following() -> Iterator[None]:
+    with isolated(), without_log():
+        yield
+
+
 class TensorflowTrace(Trace):
     """A record, seen from one source to one target."""
 
     graph: OpGraph[TensorflowOp]
     numbers = NUMBERS
+    following = staticmethod(_following)
 
     def __init__(self, record: TensorflowRecord, source: int, target: int):
         self._record, self._index = record, source
@@ -198,15 +204,6 @@ class TensorflowTrace(Trace):
         op = next((op for op in self.graph.ops if op.cut_cause == "no-rule"), None)
         return Hint("no-rule", str(error).strip("'\""), op)
 
-    def following(self) -> AbstractContextManager[None]:
-        return _following()
-
-
-@contextmanager
-def _following() -> Iterator[None]:
-    with isolated(), without_log():
-        yield
-
 
 class TensorflowExplain(ExplainBackend):
     name = "tensorflow"
@@ -290,7 +287,7 @@ def _report_request(request: TapeRequest, positions: np.ndarray | None = None) -
     later = _values_of_variable(request)
     held = {n: x for op in graph.ops for n, x in zip(op.outputs, op.results, strict=False)}
     source = next((held[n] for n in later if n in held), request.source)
-    step = StepTrace(graph, NUMBERS, tf.convert_to_tensor(source), request.target, _following, later)
+    step = Trace(graph, NUMBERS, tf.convert_to_tensor(source), request.target, _following, later)
     return LiveReport(verdict, value=value, wrt=wrt, step=step, positions=positions)
 
 

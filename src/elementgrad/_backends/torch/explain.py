@@ -5,8 +5,8 @@ no record, but their autograd graph is walked (`report_live`). A training step r
 (`report_step`). `_hint_for_refusal` turns PyTorch's errors about gradients into causes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.source_location import is_user_code, user_line_of
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
-from elementgrad._backends.torch.explain_rules import COPYING, NUMBERS, dense, flow_hook
+from elementgrad._backends.torch.explain_rules import COPYING, NUMBERS, dense
 from elementgrad._backends.torch.isolate import (
     Freezable,
     deferred_handles,
@@ -39,6 +39,7 @@ from elementgrad._backends.torch.trace_memory import Overwrite, detach, detach_a
 from elementgrad._cleanup import defer, scope
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.path import DataPath
+from elementgrad._explain.replay import cotangent_sizes
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
@@ -49,7 +50,6 @@ from elementgrad._explain.trace import (
     Op,
     OpGraph,
     Record,
-    StepTrace,
     Trace,
     uneven_weights,
 )
@@ -111,27 +111,25 @@ class TorchRecord(Record):
 
 
 class UntrackedRun(Record, Trace):
-    """A run of a function that PyTorch does not run with a tracked source."""
-
-    numbers = NUMBERS
-
-    def __init__(self, run: TensorFunction, source: Tensor, hint: Hint, before: Any):
-        with isolated(run.function, before), torch.no_grad():
-            (target,) = run(source.detach())
-        self.graph = OpGraph([], 0, 1, frozenset([0]), [hint])
-        self.source, self.target = source, target.detach()
+    """A run of a function that PyTorch does not run with a tracked source, so that there is no gradient."""
 
     def trace(self, source: int, target: int) -> Trace:
         return self
 
-    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        return None
+
+@contextmanager
+def following() -> Iterator[None]:
+    """Run operations again without disturbing anything."""
+    _compat.load_forward_rules()
+    with isolated(None, attention=True), without_autocast():  # the plain kernel has forward derivatives
+        yield
 
 
 class TorchTrace(Trace):
     """A record, seen from one source to one target."""
 
     numbers = NUMBERS
+    following = staticmethod(following)
 
     def __init__(self, record: TorchRecord, source: int, target: int):
         self._record, self._index = record, (source, target)
@@ -146,9 +144,6 @@ class TorchTrace(Trace):
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         return self._record.gradients(self._index[1], of, weights)[self._index[0]]
-
-    def following(self) -> AbstractContextManager[None]:
-        return following()
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         return _hint_for_refusal(self._record.recorder, error)
@@ -363,12 +358,16 @@ def _follow_live(of: Picked, wrt: Picked) -> LiveReport:
 
 def _graph_nodes(y: Tensor) -> set[Any]:
     root = get_gradient_edge(y).node
-    nodes, ahead = {root}, [root]
+    return _walk([root], lambda node: [following for following, _ in node.next_functions if following is not None])
+
+
+def _walk(ahead: list[Any], neighbours: Callable[[Any], Iterable[Any]]) -> set[Any]:
+    """Return all nodes that some lead to, themselves included."""
+    nodes = set(ahead)
     while ahead:
-        for following, _ in ahead.pop().next_functions:
-            if following is not None and following not in nodes:
-                nodes.add(following)
-                ahead.append(following)
+        new = set(neighbours(ahead.pop())) - nodes
+        nodes |= new
+        ahead += new
     return nodes
 
 
@@ -380,12 +379,7 @@ class _NodePath:
         for node in nodes:
             for following, _ in node.next_functions:
                 before.setdefault(following, []).append(node)
-        self._leading, ahead = {end}, [end]
-        while ahead:
-            for node in before.get(ahead.pop(), ()):
-                if node not in self._leading:
-                    self._leading.add(node)
-                    ahead.append(node)
+        self._leading = _walk([end], lambda node: before.get(node, ()))
         self._end = end
         self._nodes = sorted(self._leading - {end}, key=lambda node: node._sequence_nr())
         ids = {node: index for index, node in enumerate([end, *self._nodes])}
@@ -400,15 +394,21 @@ class _NodePath:
         ]
         self.graph = OpGraph(ops, 0, len(ids) - 1, set(ids.values()))
 
-    def add_hooks(self, positions: np.ndarray | None) -> list[list[CotangentSizes]]:
+    def add_hooks(self, positions: np.ndarray | None) -> dict[Op, CotangentSizes]:
         """Have each node note its gradients until the scope is left; where it reads the tensor, at some elements."""
         handles = deferred_handles()
-        flows: list[list[CotangentSizes]] = [[] for _ in self._nodes]
-        for node, sizes in zip(self._nodes, flows, strict=True):
-            slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
-            first = all(node.next_functions[slot][0] is self._end for slot in slots)
-            handles.extend(map(node.register_hook, [flow_hook(sizes, slots, positions if first else None)]))
-        return flows
+        sizes: dict[Op, CotangentSizes] = {}
+
+        def note(op: Op, node: Any, leaving: Sequence[Tensor | None], arriving: Sequence[Tensor | None]) -> None:
+            pairs = zip(node.next_functions, leaving, strict=False)
+            pulled = [(end, g) for (end, _), g in pairs if end in self._leading and g is not None]
+            chosen = None if positions is None or any(end is not self._end for end, _ in pulled) else ((0,), positions)
+            values = [(0, dense(g.detach())) for _, g in pulled]
+            sizes[op] = cotangent_sizes([dense(g.detach()) for g in arriving if g is not None], values, NUMBERS, chosen)
+
+        for op, node in zip(self.graph.ops, self._nodes, strict=True):
+            handles.extend(map(node.register_hook, [partial(note, op, node)]))
+        return sizes
 
 
 def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
@@ -417,7 +417,7 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
     seed = _seed(of)
     try:
         with isolated(None), without_autocast():
-            flows = path.add_hooks(wrt[1])
+            sizes = path.add_hooks(wrt[1])
             (gradient,) = torch.autograd.grad(of[0], x, seed, retain_graph=True)
     except RuntimeError as error:
         if _compat.is_inplace_error(str(error)):
@@ -430,7 +430,7 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
             return _unconnected("freed-graph")
         return LiveReport("flows", value=x.grad.clone())
     value = _take(gradient, wrt[1])
-    cotangents = [sizes[-1] if sizes else None for sizes in flows]
+    cotangents = {op: sizes[op] for op in path.graph.ops if op in sizes}
     verdict = NUMBERS.verdict(value)
     if verdict != "flows":
         return LiveReport(verdict, path.graph, value=value, cotangents=cotangents)
@@ -475,32 +475,13 @@ def report_step(
     try:
         with recorder.recording():
             function()
-    except UnconnectedError as error:
-        if error.loss is None:
+    except (UnconnectedError, RuntimeError) as error:
+        report = _report_error(recorder, root, error, wrt)
+        if report is None:
             raise
         if recorder.failure is not None:
             return LiveReport.unfollowed("unconnected", recorder.failure)
-        loss = recorder.id_of(error.loss)
-        if error.leaf is None:
-            return _report_untracked(recorder, root, loss, wrt)
-        graph = _graph_of(recorder, recorder.id_of(error.leaf), loss)
-        return LiveReport("unconnected", graph, wrt="the elements")
-    except RuntimeError as error:
-        untracked, unused = _compat.is_untracked_error(str(error)), _compat.is_unused_error(str(error))
-        refused = _compat.is_freed_graph_error(str(error)) or _compat.is_inplace_error(str(error))
-        if recorder.failure is not None and (untracked or unused or refused):
-            return LiveReport.unfollowed("unconnected", recorder.failure)
-        target = requests.target
-        if target is None and requests.sides is not None and requests.sides[0][0]:
-            target = recorder.id_of(requests.sides[0][0][0])
-        if untracked and target is not None:
-            return _report_untracked(recorder, root, target, wrt)
-        if unused and requests.sides is not None:
-            return _report_unused(recorder, *requests.sides)
-        hint = _hint_for_refusal(recorder, error)
-        if hint is None:
-            raise
-        return LiveReport("unconnected", _graph_of(recorder, root, requests.target or root), hint)
+        return report
     except (AttributeError, TypeError) as error:  # None is used as if it were a gradient
         lacks_grad = wrt is not None and requests.target is not None and wrt.grad is None
         if not (lacks_grad or _read_missing_grad(recorder, wrt)) or "NoneType" not in str(error):
@@ -512,6 +493,30 @@ def report_step(
         hint = Hint("non-leaf", "its is_leaf is False", requests.missing[1])
         return LiveReport("unconnected", None, hint, wrt="the tensor")
     return _report_finished(recorder, root, wrt, positions)
+
+
+def _report_error(
+    recorder: TorchOpRecorder, root: int, error: UnconnectedError | RuntimeError, wrt: Tensor | None
+) -> LiveReport | None:
+    """Report why a step raised; None for an error that is not about gradients."""
+    requests, text = recorder.requests, str(error)
+    if isinstance(error, UnconnectedError):
+        if error.loss is None:
+            return None
+        loss = recorder.id_of(error.loss)
+        if error.leaf is None:
+            return _report_untracked(recorder, root, loss, wrt)
+        graph = _graph_of(recorder, recorder.id_of(error.leaf), loss)
+        return LiveReport("unconnected", graph, wrt="the elements")
+    target = requests.target
+    if target is None and requests.sides is not None and requests.sides[0][0]:
+        target = recorder.id_of(requests.sides[0][0][0])
+    if _compat.is_untracked_error(text) and target is not None:
+        return _report_untracked(recorder, root, target, wrt)
+    if _compat.is_unused_error(text) and requests.sides is not None:
+        return _report_unused(recorder, *requests.sides)
+    hint = _hint_for_refusal(recorder, error)
+    return None if hint is None else LiveReport("unconnected", _graph_of(recorder, root, requests.target or root), hint)
 
 
 def _graph_of(recorder: TorchOpRecorder, source: int, target: int) -> OpGraph:
@@ -600,7 +605,7 @@ NORMS = ("batch_norm", "instance_norm")
 """Operations that read the moving statistics of a layer."""
 
 
-def _step_trace(recorder: TorchOpRecorder, root: int) -> StepTrace | None:
+def _step_trace(recorder: TorchOpRecorder, root: int) -> Trace | None:
     """Return a step, from a tensor to the last loss that it got a gradient from; None if that was not recorded."""
     ops, target = recorder.recorded_ops(), recorder.requests.differentiated
     reached = DataPath(_graph_of(recorder, root, root)).from_source
@@ -608,15 +613,7 @@ def _step_trace(recorder: TorchOpRecorder, root: int) -> StepTrace | None:
     if root not in values or target not in values:
         return None
     graph = OpGraph(ops, root, target, reached & recorder.connected)
-    return StepTrace(graph, NUMBERS, values[root], values[target], following)
-
-
-@contextmanager
-def following() -> Iterator[None]:
-    """Run operations again without disturbing anything."""
-    _compat.load_forward_rules()
-    with isolated(None, attention=True), without_autocast():  # the plain kernel has forward derivatives
-        yield
+    return Trace(graph, NUMBERS, values[root], values[target], following)
 
 
 class TorchExplain(ExplainBackend):
@@ -640,7 +637,9 @@ class TorchExplain(ExplainBackend):
             hint = _hint_for_argument(error)
             if hint is None or len(sources) > 1 or sources[0] is None:
                 raise
-            return UntrackedRun(run, sources[0], hint, before)
+            with isolated(run.function, before), torch.no_grad():
+                (target,) = run(sources[0].detach())
+            return UntrackedRun(OpGraph([], 0, 1, frozenset([0]), [hint]), NUMBERS, sources[0], target.detach())
 
 
 implementation = TorchExplain()

@@ -21,8 +21,7 @@ from elementgrad._backends.torch.tensor import backend
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain import kinds
 from elementgrad._explain.connect import Cut, Cuts
-from elementgrad._explain.replay import cotangent_sizes
-from elementgrad._explain.trace import CotangentSizes, Numbers, Op
+from elementgrad._explain.trace import Numbers, Op
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
@@ -72,13 +71,6 @@ def user_name(func: Any) -> str:
     return title[2:-2] if title.startswith("__") and title.endswith("__") else title
 
 
-def may_write(name: str, args: Any, kwargs: Any) -> bool:
-    """Return True if a function may write to its inputs, by its name or its arguments."""
-    if name.endswith("__"):
-        return name.endswith("__set__") or name.startswith(("__i", "__set"))
-    return name.endswith("_") or bool(kwargs.get("inplace")) or "out" in kwargs or any(x is True for x in args)
-
-
 def reads_no_values(name: str) -> bool:
     """Return True if a function computes nothing from the numbers of its tensors."""
     title, _, access = name.partition(".")
@@ -103,19 +95,15 @@ def written_tensors(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor
     """Return the tensors among the arguments that a function may write to."""
     if name == "apply":  # a function of the user's
         return tensors_in((args, kwargs))
-    if not may_write(name, args, kwargs):
-        return []
     if name in ("batch_norm", "instance_norm"):  # their statistics
         return tensors_in((args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")))
-    functional = not name.endswith("_") and "out" not in kwargs
-    if functional and not _inplace_argument(func, args, kwargs):
-        return []
-    return tensors_in((args[:1], kwargs.get("out"), kwargs.get("input")))
-
-
-def _inplace_argument(func: Any, args: Any, kwargs: Any) -> bool:
-    position = _inplace_position(func)
-    return bool(kwargs.get("inplace")) or (position is not None and position < len(args) and bool(args[position]))
+    if name.endswith("__"):
+        writes = name.endswith("__set__") or name.startswith(("__i", "__set"))
+    else:
+        switched_on = [position for position, x in enumerate(args) if x is True]
+        inplace = kwargs.get("inplace") or (switched_on and _inplace_position(func) in switched_on)
+        writes = name.endswith("_") or "out" in kwargs or inplace
+    return tensors_in((args[:1], kwargs.get("out"), kwargs.get("input"))) if writes else []
 
 
 @lru_cache(1024)
@@ -306,37 +294,3 @@ class TorchNumbers(Numbers):
 
 
 NUMBERS = TorchNumbers(backend)
-
-
-def flow_hook(sizes: list[CotangentSizes], slots: Sequence[int], positions: np.ndarray | None) -> Any:
-    """Return a hook for a graph node that adds the sizes of its gradients, at the inputs in some slots.
-
-    With positions only those elements of the inputs count.
-    """
-    chosen = None if positions is None else ((0,), positions)
-
-    def hook(input_grads: Sequence[Tensor | None], output_grads: Sequence[Tensor | None]) -> None:
-        leaving = [(0, dense(g.detach())) for slot in slots if (g := input_grads[slot]) is not None]
-        arriving = [dense(g.detach()) for g in output_grads if g is not None]
-        sizes.append(cotangent_sizes(arriving, leaving, NUMBERS, chosen))
-
-    return hook
-
-
-class BlockWithoutGradients:
-    """The line that switched gradients off; of inference mode, which PyTorch does not report, its first operation."""
-
-    def __init__(self) -> None:
-        self._line = ""
-        self._in_inference = False  # while the last operation ran
-
-    def begin(self, line: str) -> None:
-        self._line = line
-
-    def line(self, find_caller: Callable[[], Any]) -> str:
-        """Return the line for an operation that runs now; none if gradients are on."""
-        inference = torch.is_inference_mode_enabled()
-        if inference and not self._in_inference:
-            self._line = find_caller().where
-        self._in_inference = inference
-        return "" if torch.is_grad_enabled() else self._line

@@ -78,7 +78,7 @@ class TorchOpRecorder:
         self._nodes: dict[int, Any] = {}  # their graph nodes
         self.ids = ValueIds()
         self._leads = leads
-        self._values = SavedValues() if keeps else None
+        self._values = SavedValues(keeps)
         self._used: set[int] = set()  # values that an operation read, and that its gradient may need
         self._paths = {id(module): path for path, module in model.modules()}
         self._modules: list[Any] = []
@@ -98,7 +98,7 @@ class TorchOpRecorder:
         self._root: int | None = None
         self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones around the running code
-        self._block = explain_rules.BlockWithoutGradients()
+        self._block = ""  # the user's line that switched gradients off
         self.hidden_writes: list[HiddenWrite] = []
         self.hidden_before_gradient: list[HiddenWrite] = []
         """Those that there were when a gradient was computed last: what is written later cannot change it."""
@@ -185,9 +185,9 @@ class TorchOpRecorder:
         self._add_opaque("torch.func", [x] if isinstance(x, Tensor) else [])
         return x
 
-    def on_subclass(self, x: Tensor, made: Tensor) -> None:
-        """Note that `made` takes over the memory of `x`."""
-        if self.ids.get(x) is not None:
+    def on_subclass(self, name: str, made: Tensor, kind: Any, data: Tensor, *_: Any, **__: Any) -> None:
+        """Note that `made` takes over the memory of `data`."""
+        if self.ids.get(data) is not None:
             self.id_of(made)  # while both are alive
 
     def on_pass(self, results: Sequence[Any], passed: Sequence[Any]) -> None:
@@ -218,21 +218,18 @@ class TorchOpRecorder:
         """Note that gradients lead from a value to a source, if they do."""
         if self._leads(x):
             self.connected.add(value_id)
-            if self._values is not None:
-                self._nodes[value_id] = x.grad_fn
+            self._nodes[value_id] = x.grad_fn
 
     def connected_to(self, source: int, path: Any) -> frozenset[int]:
         """Return the values from which gradients lead to one of the sources."""
         return frozenset([source, *[n for n, node in self._nodes.items() if path.node(node)]])
 
     def _save(self, tensors: Sequence[Tensor]) -> None:
-        if self._values is not None:
-            for x in tensors:
-                self._values.save(self.ids.get(x), x)
+        for x in tensors:
+            self._values.save(self.ids.get(x), x)
 
     def recorded_ops(self) -> list[Op]:
         """Return the operations with their tensors, as they were when each ran."""
-        assert self._values is not None
         for op in self.ops:
             op.operands, op.results = self._values.of(op.inputs), self._values.of(op.outputs)
             layouts = [x.layout == torch.strided and x.dtype in explain_rules.NUMPY_DTYPES for x in op.operands]
@@ -244,8 +241,8 @@ class TorchOpRecorder:
         name = name_of(func)
         if is_paused():
             return func(*args, **kwargs)
-        if name == "_set_grad_enabled" and torch.is_grad_enabled():
-            self._block.begin(find_caller().where)
+        if name == "_set_grad_enabled" and torch.is_grad_enabled() != args[0]:
+            self._block = "" if args[0] else find_caller().where
         if name == "grad.__get__":
             return self.requests.read(func, args[0], self.module)
         if explain_rules.reads_no_values(name):
@@ -344,14 +341,12 @@ class TorchOpRecorder:
         writable = explain_rules.written_tensors(func, name, args, kwargs)
         nodes = self._grad_fns(inputs) if writable else {}
         self._save(inputs)
-        if self._values is not None:
-            self._save([other for x in writable for other in self.ids.aliases(x)])
-            self._values.copy_before_write(writable)
-        gap, random = explain_rules.recording_gap(), generators() if self._values is not None else None
-        block = self._block.line(find_caller)
+        self._save([other for x in writable for other in self.ids.aliases(x)])
+        self._values.copy_before_write(writable)
+        gap, random = explain_rules.recording_gap(), generators()
+        # PyTorch does not report inference mode, so that its first operation stands for it.
+        self._block = "" if gap is None else self._block or find_caller().where
         outputs = tensors_in((yield args, kwargs))
-        if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
-            random = None
         writes = [n for n, (x, version) in enumerate(zip(inputs, versions, strict=True)) if version_of(x) != version]
         # Tensors that share memory count their writes together, and only some of them are what is written to.
         writes = [n for n in writes if any(inputs[n] is x for x in writable)] or writes
@@ -376,8 +371,8 @@ class TorchOpRecorder:
             from_python=not inputs,
             hidden=hidden,
             op_type=name,
-            random=random,
-            block=block,
+            random=None if torch.equal(random[0], torch.default_generator.get_state()) else random,
+            block=self._block,
         )
 
         def find_cut(inputs: Sequence[int], made: Sequence[Tensor]) -> Cut:
@@ -391,10 +386,9 @@ class TorchOpRecorder:
         op.cut_cause, op.note = find_cut(input_ids, made)
         if op.cut_cause == "no-grad" and self._checkpoints:
             op.operation = "checkpoint"
-        if self._values is not None:
-            self._save(made)
-            self._keep_call(op, func, args, kwargs, writes)
-            op.returned = [index for index, n in enumerate(new_ids) if n is not None]
+        self._save(made)
+        self._keep_call(op, func, args, kwargs, writes)
+        op.returned = [index for index, n in enumerate(new_ids) if n is not None]
         position = len(self.ops)
         self.ops.append(op)
         for x in {id(x): x for x in aliases}.values():
@@ -436,11 +430,10 @@ class TorchOpRecorder:
         alias = TorchOp(op.operation, op.where, op.module, inputs, (value_id,), cause, note, hidden=True)
         if alias.cut_cause is None and value_id not in self.connected and any(n in self.connected for n in inputs):
             alias.cut_cause = "assigned-state"
-        if self._values is not None:
-            self._save([x])
-            geometries = Geometry.of(x), *map(Geometry.of, written)
-            alias.func, alias.returned = _overlay_all, (0,)
-            alias.args = (([Slot(n) for n in range(len(makers))], Slot(len(makers)), geometries), {})
+        self._save([x])
+        geometries = Geometry.of(x), *map(Geometry.of, written)
+        alias.func, alias.returned = _overlay_all, (0,)
+        alias.args = (([Slot(n) for n in range(len(makers))], Slot(len(makers)), geometries), {})
         self.ops.append(alias)
 
     def _grad_fns(self, inputs: Sequence[Tensor]) -> dict[int, Any]:
@@ -493,7 +486,7 @@ class TorchOpRecorder:
                 self._share(address, op, x)
         return result
 
-    def on_import(self, name: str, made: Tensor) -> None:
+    def on_import(self, name: str, made: Tensor, *_: Any, **__: Any) -> None:
         """Record a tensor made of numbers of NumPy, unless they are the memory of a tensor that is still there."""
         if storage_address(made) in self._exports and any(x is not made for x in self.ids.aliases(made)):
             return
@@ -651,34 +644,25 @@ def _composite_name(file: str, name: str) -> str | None:
 
 
 def _install(replace: Replace) -> None:
-    original = getattr(torch.Tensor, MAKE_SUBCLASS)
-
-    @wraps(original)
-    def make_subclass(kind: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(kind, data, *args, **kwargs)
-        for watcher in active_recorders() if not is_paused() else ():
-            if hasattr(watcher, "on_subclass"):
-                watcher.on_subclass(data, made)
-        return made
-
-    replace(torch.Tensor, MAKE_SUBCLASS, staticmethod(make_subclass))
+    seen = _report_calls(torch.Tensor, MAKE_SUBCLASS, TorchOpRecorder.on_subclass)
+    replace(torch.Tensor, MAKE_SUBCLASS, staticmethod(seen))
     for name in explain_rules.UNSEEN_IMPORTS:
-        _report_imports(replace, name)
+        replace(torch, name, _report_calls(torch, name, TorchOpRecorder.on_import))
 
 
-def _report_imports(replace: Replace, name: str) -> None:
-    """Have recorders see a function that makes tensors of plain numbers, and that no mode sees."""
-    original = getattr(torch, name)
+def _report_calls(owner: Any, name: str, report: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function that makes tensors, and that no mode sees, with a report of each call to recorders."""
+    original = getattr(owner, name)
 
     @wraps(original)
     def make_tensor(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         for watcher in active_recorders() if not is_paused() else ():
-            if hasattr(watcher, "on_import"):
-                watcher.on_import(name, made)
+            if isinstance(watcher, TorchOpRecorder):
+                report(watcher, name, made, *args, **kwargs)
         return made
 
-    replace(torch, name, make_tensor)
+    return make_tensor
 
 
 subclass_patch = AttributePatch(_install)

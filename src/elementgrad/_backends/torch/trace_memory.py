@@ -18,12 +18,13 @@ class SavedValues:
     Just before something is written to, what is saved of its memory is copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool) -> None:
+        self._keeps = keeps
         self._tensors: dict[int, Tensor] = {}
         self._memory: dict[int, set[int]] = {}
 
     def save(self, value_id: int | None, x: Tensor) -> None:
-        if value_id is None or value_id in self._tensors:
+        if not self._keeps or value_id is None or value_id in self._tensors:
             return
         self._tensors[value_id] = x.detach()
         address = storage_address(x)
