@@ -27,6 +27,7 @@ from elementgrad._watch.report import WatchReport
 Tensor = Any
 HELD = {"input": "bad-input", "parameter": "bad-parameter", "buffer": "bad-parameter"}
 """The cause where a number is bad before anything runs, by the kind of what holds it."""
+EARLIER = frozenset(HELD.values())
 NO_VALUE = "{} has no finite value or slope at this input"
 """The clause where an operation is singular in its value, or in a slope that is a value of the record."""
 
@@ -96,8 +97,8 @@ class _Search:
                 return self._held(value, reader)
         read = {value for op in self._record.ops if op.outputs for value in op.inputs}
         unread = [value for value in self._record.held if value.id not in read and self._is_bad(value.tensor)]
-        made = {value for op in self._record.ops for value in op.outputs}
-        for given in sorted(wanted - made):  # a tensor from elsewhere that the code holds
+        made = {value for op in self._record.ops if op.operands or not op.from_python for value in op.outputs}
+        for given in sorted(wanted - made):  # a tensor from elsewhere that the code holds, or one of plain numbers
             user = next((op for op in self._record.ops if given in op.inputs), None)
             if user is not None:
                 if unread:  # what reads it, and makes the tensor, cannot be followed
