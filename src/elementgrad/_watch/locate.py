@@ -21,7 +21,7 @@ from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.replay import finite_flags, pull_cotangents
 from elementgrad._explain.trace import CotangentSizes, Op, OpGraph
 from elementgrad._watch.backend import NamedValue, StepRecord
-from elementgrad._watch.elements import bad_float, first_bad, nonfinite_element, place_text
+from elementgrad._watch.elements import bad_float, find_nonfinite, first_bad, place_text
 from elementgrad._watch.report import WatchReport
 
 Tensor = Any
@@ -232,7 +232,7 @@ class _Search:
 
     def _element(self, name: str, x: Tensor) -> tuple[str, float]:
         """Return the place and the value of the first element that is not finite."""
-        element = nonfinite_element(name, x, self._numbers)
+        element = find_nonfinite([(name, x)], self._numbers)
         assert element is not None
         return element.place, element.value
 
