@@ -3,12 +3,15 @@
 pytest imports this module in every project in which elementgrad is installed, so it imports nothing else until a test
 uses the fixture. A snapshot is a JSON file in the folder `gradients` beside the test file. It has each number twice:
 in hexadecimal, which is exact, and as a decimal to read. Numbers are compared within bounds that come from the dtype:
-another processor adds up in another order.
+another processor adds up in another order. A part of a tensor is compared within those of the whole, and a derivative
+that is nothing but rounding within those of the value, as `eg.check` does.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,8 @@ FOLDER = "gradients"
 NAME = re.compile(r"[\w.\-]+")
 SHOWN = 5
 """So many numbers that differ are shown."""
+LARGEST = 10**8
+"""The size of a derivative by a whole tensor is looked up if it has at most so many numbers."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,7 +111,7 @@ class Gradients:
         if self._update:
             _write(path, text)
             return derivative
-        problem = _compare(path, values)
+        problem = _compare(path, values, cache(lambda: _scales(f, args, dict(kwargs or {}), of, wrt)))
         if problem is not None:
             pytest.fail(problem, pytrace=False)
         return derivative
@@ -131,6 +136,53 @@ def _derive(
     dense = pytree.map_tree(jacobians, lambda jacobian: jacobian.dense())
     pairs = zip(pytree.named_leaves(jacobians, "d"), pytree.leaves_of(dense), strict=True)
     return {name: _read(jacobian, tensor) for (name, jacobian), tensor in pairs}, dense
+
+
+def _scales(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], of: Any, wrt: Any
+) -> dict[str, float]:
+    """Return the sizes relative to which derivatives are rounded, by their names.
+
+    The largest number of a derivative by the whole tensor; of one that is nothing but rounding, as by the biases of
+    keys in attention, the value.
+    """
+    import numpy as np
+
+    import elementgrad as eg
+    from elementgrad._names import pytree
+    from elementgrad._place.place import Place, parse_place
+
+    def widen(place: Any) -> Place:
+        part = parse_place(place)
+        return Place(part.tensor, part.name, (), part.kind)
+
+    whole = None if wrt is None else pytree.map_tree(wrt, widen)
+    jacobians = eg.jacobian(f, *args, kwargs=kwargs, of=of, wrt=whole)
+    named = pytree.named_leaves(jacobians, "d")
+    try:
+        verdicts = _find_verdicts(eg.explain(f, *args, kwargs=kwargs, of=of, wrt=whole))
+    except eg.ElementgradError:  # a side is complex
+        verdicts = [""] * len(named)
+
+    def size(jacobian: Any, x: Any) -> float:
+        array = _read(jacobian, x).array
+        return float(np.max(np.abs(array[np.isfinite(array)]), initial=0.0))
+
+    return {
+        name: max(1.0, size(jacobian, jacobian.value))
+        if verdict == "zero"
+        else size(jacobian, jacobian.dense())
+        if math.prod(jacobian.shape) <= LARGEST
+        else 0.0
+        for (name, jacobian), verdict in zip(named, verdicts, strict=True)
+    }
+
+
+def _find_verdicts(diagnoses: Any) -> list[str]:
+    if hasattr(diagnoses, "verdict"):
+        return [diagnoses.verdict]
+    branches = diagnoses.values() if isinstance(diagnoses, Mapping) else diagnoses
+    return [verdict for branch in branches for verdict in _find_verdicts(branch)]
 
 
 def _read(jacobian: Any, tensor: Any) -> _Derivative:
@@ -176,8 +228,8 @@ def _write(path: Path, text: str) -> None:
     replace_file(path, text.encode())
 
 
-def _compare(path: Path, values: Mapping[str, _Derivative]) -> str | None:
-    """Return what differs from the file; None if nothing does."""
+def _compare(path: Path, values: Mapping[str, _Derivative], scales: Callable[[], Mapping[str, float]]) -> str | None:
+    """Return what differs from the file; None if nothing does. `scales` takes more runs, and is called if need be."""
     import json
 
     if not path.exists():
@@ -195,6 +247,10 @@ def _compare(path: Path, values: Mapping[str, _Derivative]) -> str | None:
             "--update-gradients if that is meant"
         )
     lines = [line for name, each in values.items() for line in _differences(name, each, derivatives[name])]
+    if lines:
+        known = scales()
+        pairs = [(name, each, known[name]) for name, each in values.items()]
+        lines = [line for name, each, scale in pairs for line in _differences(name, each, derivatives[name], scale)]
     if not lines:
         return None
     return "\n".join(
@@ -202,7 +258,7 @@ def _compare(path: Path, values: Mapping[str, _Derivative]) -> str | None:
     )
 
 
-def _differences(name: str, now: _Derivative, kept: Mapping[str, Any]) -> list[str]:
+def _differences(name: str, now: _Derivative, kept: Mapping[str, Any], scale: float = 0.0) -> list[str]:
     import numpy as np
 
     from elementgrad._explain.differences import BLURRED, EPSILON, SLACK
@@ -214,8 +270,7 @@ def _differences(name: str, now: _Derivative, kept: Mapping[str, Any]) -> list[s
     coarser = max((dtype, now.dtype), key=EPSILON.__getitem__)
     # As `eg.check` judges gradients: so many units of rounding of the summands, of which the largest number tells.
     share = min(BLURRED * EPSILON[coarser], SLACK[coarser])
-    largest = float(np.max(np.abs(before[np.isfinite(before)]), initial=0.0))
-    bound = share * largest
+    bound = share * float(np.max(np.abs(before[np.isfinite(before)]), initial=scale))
     with np.errstate(invalid="ignore"):
         same = (np.abs(after - before) <= bound) | (after == before) | (np.isnan(before) & np.isnan(after))
     wrong = np.flatnonzero(~same)

@@ -130,6 +130,79 @@ def test_a_loss_that_is_not_finite_is_one_finding_about_all():
     assert len(finding.parameters) == 8
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("as_step", [False, True])
+def test_a_number_that_is_bad_before_anything_runs_is_named_as_the_cause(as_step, frozen):
+    model = Net()
+    model.trunk[2].weight.data[3, 4] = torch.nan
+    model.trunk[2].weight.requires_grad_(not frozen)
+    (finding,) = eg.audit(model, (lambda: loss(model).backward()) if as_step else loss).findings
+    assert (finding.problem, finding.cause, finding.module) == ("not finite", "bad-parameter", "trunk.2")
+    assert finding.reason == "trunk.2.weight[3, 4] is nan before the model runs"
+    assert finding.where.startswith("test_audit.py:")
+    bad = X.clone()
+    bad[1, 2] = torch.inf
+    (finding,) = eg.audit(Net(), lambda model: model(bad).square().mean()).findings
+    assert (finding.cause, finding.reason) == (
+        "bad-input",
+        "an input of linear[1, 2] is inf before the model runs",
+    )
+
+
+def test_a_bad_buffer_is_named_too_and_so_are_parameters_of_keras_and_jax():
+    normalised = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
+    normalised[1].running_var[2] = torch.nan
+    (finding,) = eg.audit(normalised, loss).findings
+    assert finding.reason == "1.running_var[2] is nan before the model runs"
+
+    keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
+    dense = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, name="a"), keras.layers.Dense(1, name="b")])
+    kernel = dense.layers[0].kernel.numpy()
+    kernel[5, 1] = float("inf")
+    dense.layers[0].kernel.assign(kernel)
+    (finding,) = eg.audit(dense, lambda model: tf.reduce_mean(tf.square(model(X.numpy())))).findings
+    assert (finding.cause, finding.reason) == ("bad-parameter", "a/kernel[5, 1] is inf before the model runs")
+
+    jax = pytest.importorskip("jax")
+    params = {"w": jax.numpy.ones((3, 2)).at[2, 1].set(jax.numpy.nan), "b": jax.numpy.zeros(2)}
+    for wrap in (jax.jit, lambda f: f):  # the gradients are finite
+        compiled = wrap(lambda params: (jax.numpy.ones((4, 3)) @ params["w"] + params["b"]).mean())
+        (finding,) = eg.audit(params, compiled).findings
+        assert (finding.cause, finding.reason) == ("bad-parameter", "w[2, 1] is nan before the model runs")
+    (finding,) = eg.audit(Net(), lambda model: torch.log(-model(X).abs()).mean()).findings
+    assert (finding.cause, finding.operation, len(finding.parameters)) == ("singular", "log", 8)
+
+
+def test_an_error_of_the_user_is_not_hidden_by_a_missing_gradient():
+    model = Net()
+
+    def step(end):
+        loss(model).detach().backward()
+        end()
+
+    def fail():
+        raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own"):
+        eg.audit(model, lambda: step(fail))
+    audit = eg.audit(model, lambda: step(lambda: model.head.weight.grad.mul_(2)))
+    assert audit.findings[0].cause == "detached"
+    assert "the step then ended with AttributeError: 'NoneType' object" in str(audit.notes[0])
+
+    keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
+    dense = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+
+    def keras_step(end):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(tf.stop_gradient(dense(X.numpy())))
+        end(tape.gradient(value, dense.trainable_variables))
+
+    with pytest.raises(KeyError, match="the user's own"):
+        eg.audit(dense, lambda: keras_step(lambda gradients: fail()))
+    audit = eg.audit(dense, lambda: keras_step(lambda gradients: gradients[0] * 2))
+    assert "the step then ended with TypeError" in str(audit.notes[0])
+
+
 def test_a_write_in_place_that_pytorch_refuses_is_a_finding():
     def modified(h):
         y = torch.sigmoid(h)
@@ -488,9 +561,12 @@ def test_scripted_submodules_are_said_and_lazy_ones_refused():
         def forward(self, x):
             return self.inner(self.first(x).detach())
 
-    audit = eg.audit(Scripted(), lambda model: model(torch.ones(2, 3)).sum())
+    model = Scripted()
+    model.inner[0].weight.data[1] = 1e3
+    audit = eg.audit(model, lambda model: model(torch.ones(2, 3)).sum())
     assert audit.findings[0].parameters == ("first.weight", "first.bias")
     assert "inner is scripted" in str(audit)
+    assert "inner.0.weight[1]; 1 parameter, dead units: what the model computes with it was not seen" in str(audit)
     with pytest.raises(eg.FrameworkError, match="weight has no shape yet; call the model once"):
         eg.audit(nn.LazyLinear(2), lambda model: model(torch.ones(2, 3)).sum())
 

@@ -27,6 +27,25 @@ def test_snapshots_forgive_rounding_and_nothing_more(tmp_path):
             snapshots(tmp_path).snapshot(name, f, x, wrt="x", kwargs={"by": wrong})
 
 
+def test_parts_are_compared_as_the_whole_and_rounding_as_the_value(tmp_path):
+    """Another processor rounds differences of large numbers in another way."""
+    x = torch.tensor([1.0, 1e-4])
+
+    def part(x, by=0.0, shift=0.0):
+        return (x * torch.tensor([1.0, 1e-4 + by + 1e-6 * shift])).sum()
+
+    def scores(bias, by=0.0, shift=0.0):  # as the bias of keys in attention
+        ramp = torch.linspace(0, 1, 5)
+        return (torch.softmax(ramp + shift + bias[0], 0) @ ramp) + by * bias[0]
+
+    for name, f, at, wrt in (("part", part, x, "x[1]"), ("rounding", scores, torch.tensor([1.0]), "bias")):
+        kept = snapshots(tmp_path, update=True).snapshot(name, f, at, wrt=wrt)
+        now = snapshots(tmp_path).snapshot(name, f, at, wrt=wrt, kwargs={"shift": 0.1})
+        assert abs(now - kept).max() > 1e-8
+        with pytest.raises(pytest.fail.Exception, match="of 1 numbers differ"):
+            snapshots(tmp_path).snapshot(name, f, at, wrt=wrt, kwargs={"by": 1e-3})
+
+
 def test_snapshots_keep_several_derivatives_and_what_is_not_finite(tmp_path):
     def f(x, y):
         return torch.sqrt(x).sum() * y

@@ -61,6 +61,37 @@ def test_a_rule_sees_gradients_that_are_not_scaled():
     assert largest(1e38, size=100) == []  # it overflows, and all steps are skipped
 
 
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+@pytest.mark.parametrize("how", ["apply_gradients", "apply", "apply to all", "an optimizer of its own"])
+def test_a_rule_sees_the_true_gradients_in_a_training_step_of_the_users_own(how, scale):
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            optimizer = self.second if how == "an optimizer of its own" else self.optimizer
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(tf.reduce_mean(tf.square(self(data[0]) - data[1])))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            if how == "apply_gradients":
+                optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            else:
+                optimizer.apply(gradients, *([] if how == "apply to all" else [self.trainable_variables]))
+            return {"loss": loss}
+
+    def make_optimizer():
+        optimizer = keras.optimizers.SGD(0.1)
+        return optimizer if scale is None else keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=scale)
+
+    keras.utils.set_random_seed(0)
+    model, seen = Own([keras.Input((2,)), keras.layers.Dense(1, name="last", use_bias=False)]), []
+    model.compile(make_optimizer(), "mse")
+    model.second = make_optimizer()
+    x, before = np.ones((4, 2), "f"), model.get_weights()[0]
+    rule = {"last/kernel": lambda g: seen.append(g.numpy()) or False}
+    watch = KerasWatch(when=rule, capture=None)
+    model.fit(x, np.zeros((4, 1), "f"), batch_size=4, verbose=0, callbacks=[watch])
+    assert np.allclose(before - 0.1 * seen[0], model.get_weights()[0], rtol=1e-5)
+    assert not any("apply" in vars(each) for each in (model.optimizer, model.second))
+
+
 def test_rules_are_not_about_steps_that_are_skipped_or_gradients_that_are_not_computed():
     model = keras.Sequential([keras.layers.Embedding(50, 3, name="table"), keras.layers.Dense(1, name="last")])
     model.layers[-1].trainable = False

@@ -86,6 +86,27 @@ def test_an_update_is_taken_again_to_the_same_bits(make, tmp_path):
     assert not replay.results["updated:0"].isfinite().all()
 
 
+class OwnOptimizer(torch.optim.SGD):
+    """An optimizer that no file can name."""
+
+
+@pytest.mark.parametrize("size", [4, 1100])
+def test_a_replay_says_where_an_update_is_not_taken_again(size, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, size), torch.nn.Linear(size, size))
+    optimizer = OwnOptimizer(model.parameters(), lr=float("inf"))
+    watch = eg.watch(model, optimizer, capture=tmp_path / "nan.capture")
+    with pytest.raises(eg.WatchError), watch:  # noqa: PT012
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    replay = watch.replay()
+    if size == 4:
+        assert replay.same  # the forward and the backward
+        assert replay.omitted == ("the update, which optimizers of torch.optim alone can take again",)
+    else:
+        assert replay.same is None
+        assert "it ran, with nothing to compare; the capture lacks the parameters from before the step" in str(replay)
+
+
 def test_a_capture_is_replayed_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FILE)

@@ -214,6 +214,23 @@ def test_rules_stop_at_gradients_of_parameters_and_activations():
         assert caught.value.where.startswith("test_watch_torch.py:")
 
 
+@pytest.mark.parametrize("result", ["tensor", "error"])
+def test_a_rule_that_gives_no_truth_value_is_said_and_its_own_error_is_raised(result):
+    model = net()
+    rule = {"3.weight": lambda g: g > 0 if result == "tensor" else {}["the user's own"]}
+    expected = (eg.OptionError, r"let it end in .any\(\)") if result == "tensor" else (KeyError, "the user's own")
+    with pytest.raises(expected[0], match=expected[1]), eg.watch(model, capture=None, when=rule):
+        model(torch.randn(5, 3)).sum().backward()
+
+
+def test_a_watch_is_of_one_block():
+    watch = eg.watch(net(), capture=None)
+    with watch:
+        pass
+    with pytest.raises(eg.OptionError, match="a watch is of one block"), watch:
+        pass
+
+
 def test_a_healthy_run_has_the_same_bits_and_leaves_nothing():
     runs = []
     for watched in (False, True):

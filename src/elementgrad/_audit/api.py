@@ -93,14 +93,16 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
             )
     else:
         sweep = audited.summarize_loss(named, trained, lambda model: check_loss(loss(model), backend))
-    survey = Survey.of(trained, sweep.summaries)
+    if sweep.ended_by is not None:
+        error = f"{type(sweep.ended_by).__name__}: {sweep.ended_by}"
+        remarks.append(Finding("remark", (), reason=f"the step then ended with {error}"))
+    survey = Survey.of(trained, sweep)
     findings: list[Finding] = []
     notes = survey.notes
     if unknown or sweep.has_rules or not survey.is_fine:
         call = _bind(model, loss, audited, backend, is_step, trained)
-        investigation = Investigation(
-            call, trained, sweep.summaries, survey, partial(_explain_step, audited, named, loss) if is_step else None
-        )
+        explain_step = partial(_explain_step, audited, named, loss) if is_step else None
+        investigation = Investigation(call, named, trained, sweep.summaries, survey, explain_step)
         rules = investigation.rules
         strange = [] if rules is None else [text for text in unknown if text not in rules]
         if strange:

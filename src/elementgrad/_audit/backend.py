@@ -1,6 +1,7 @@
 """The interface that a backend implements for audits: `AuditBackend`."""
 
 import math
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from elementgrad._backends.source_location import is_user_code
 from elementgrad._names.backend import Model
 from elementgrad._place.place import Place
 from elementgrad.errors import FrameworkError
@@ -83,6 +85,19 @@ class Sweep:
     summaries: Summaries
     has_rules: bool = False
     """True if the loss has operations whose derivatives the user wrote."""
+    is_finite: bool = True
+    """False if the loss itself is not finite."""
+    ended_by: Exception | None = None
+    """The error that a step ended with, if it follows from a gradient that is missing."""
+
+
+def follows_from_missing(error: Exception, package: str) -> bool:
+    """Return True if an error after a missing gradient is one that the framework raises, or that None has no numbers.
+
+    All others are the user's own.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return "NoneType" in str(error) or not is_user_code(frame.f_code.co_filename, (package, "keras"))
 
 
 class AuditBackend(ABC):

@@ -6,6 +6,7 @@ behind which none does: parameters in front of the same ones share the cause. Pa
 by the largest module that has no others.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -26,14 +27,18 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.path import DataPath
 from elementgrad._explain.replay import pull_cotangents
 from elementgrad._explain.trace import Op, Trace, cannot_follow
+from elementgrad._names.backend import Model
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall
 from elementgrad._place.place import Place, at, parse_target
+from elementgrad._watch.backend import NamedValue, StepRecord
+from elementgrad._watch.locate import EARLIER, locate
 
 Tensor = Any
 PARAMETER = "the parameter"
 """Stands for each parameter of a group in words about it."""
 NOT_ASKED = f"the loss depends on {PARAMETER}, but the step asks for the gradients of others alone"
 ASK = "leave inputs= of backward() out, or add it there, or to the sources of tape.gradient()"
+UNSEEN = "what the model computes with it was not seen, so that the cause is not known"
 BLOCKED = "no-grad"
 """The cause of a whole block of code, whichever of its operations reads a parameter."""
 FLATTENING = ("dead-relu", "clamped")
@@ -56,12 +61,14 @@ class Investigation:
     def __init__(
         self,
         call: BoundCall,
+        model: Model,
         parameters: Sequence[AuditedParameter],
         summaries: Summaries,
         survey: Survey,
         explain_step: Callable[[Tensor], Diagnosis] | None = None,
     ):
         self._call = call
+        self._model = model
         self._explain_step = explain_step
         self._survey = survey
         self._summaries = summaries
@@ -233,6 +240,8 @@ class Investigation:
             first = group.ends[0]
             evidence = f"the first operation there is {describe(first)}"
             return replace(finding, where=first.block, evidence=(*finding.evidence, evidence)), True
+        if group.problem == "not finite" and finding.cause in (None, "masked-branch"):
+            return self._blame_earlier(finding, member), True
         if group.problem != "zero":
             return self._locate(finding, member), True
         if diagnosis.cause == "cancelled" and all(len(each.shape) <= 1 for each in group.members):
@@ -248,6 +257,44 @@ class Investigation:
         if not ops:
             return finding
         return replace(finding, where=ops[-1].where, operation=ops[-1].operation, module=ops[-1].module)
+
+    def _blame_earlier(self, finding: Finding, member: AuditedParameter) -> Finding:
+        """Return a finding that blames the earliest number that is not finite, if one is there before anything runs.
+
+        Where the gradient itself is finite, as that of a sum with infinity, an operation may have made it as well.
+        """
+        trace, path = self._trace(member), self._path(member)
+        graph, numbers = trace.graph, trace.numbers
+        ops = [op for op in graph.ops if not path.to_target.isdisjoint(op.outputs)]
+        sources = [(each.name, self._trace(each)) for each in self._parameters]
+        held = [
+            NamedValue(name, "parameter", value, each.source)
+            for name, each in sources
+            for value in (each.graph.source, *each.later_ids)
+        ]
+        # Of frozen parameters and buffers a record has no ids. They are known by their bits.
+        known = {value for op in ops for value in op.outputs} | {each.id for each in held}
+        named = [(name, kind, numbers.array(x)) for name, kind, x in self._model.named_tensors()]
+        for value, x in {value: x for op in ops for value, x in zip(op.inputs, op.operands, strict=False)}.items():
+            if value not in known and numbers.is_differentiable(x) and not math.isfinite(numbers.size(x)):
+                same = [each for each in named if np.array_equal(numbers.array(x), each[2], equal_nan=True)]
+                held += [NamedValue(name, kind, value, x) for name, kind, _ in same[:1]]
+        loss = NamedValue("the loss", "output", graph.target, trace.target)
+        framework, following = self._call.backend.name, trace.following
+        record = StepRecord(framework, ops, graph.connected, numbers, held, (), loss, following=following)
+        report = locate(record, "")
+        if report is None or report.cause in (None, "unseen") or (finding.cause and report.cause not in EARLIER):
+            return finding
+        return replace(
+            finding,
+            cause=report.cause,
+            where=report.where,
+            operation=report.operation,
+            module=report.module,
+            reason=report.clause or "",
+            fix=report.fix or "",
+            evidence=tuple(report.evidence),
+        )
 
     def _blame_factor(self, finding: Finding, member: AuditedParameter, ends: Sequence[Op]) -> tuple[Finding, bool]:
         """Look for where zeros come from that a parameter is multiplied by, or that a rectifier is flat at.
@@ -290,6 +337,8 @@ class Investigation:
         assert self._arrivals is not None
         with trace.following():
             lost = follow_slices(trace, path, self._arrivals, slices.mask())
+            if lost is None and not path.reaches_target:
+                return [(Finding("dead units", (slices.name(),), reason=UNSEEN), False)]
             if lost is None or self._reads(lost.op, trace):
                 return []  # what it is multiplied by is zero, which is said about whatever made it so
             cause = lost.cause(trace.numbers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from elementgrad._audit.backend import AuditedParameter, GradientSummary, Summaries
+from elementgrad._audit.backend import AuditedParameter, GradientSummary, Sweep
 from elementgrad._audit.result import Finding, Problem
 from elementgrad._explain.differences import EPSILON
 
@@ -58,8 +58,9 @@ class Survey:
     notes: list[Finding] = field(default_factory=list)
 
     @classmethod
-    def of(cls, parameters: Sequence[AuditedParameter], summaries: Summaries) -> "Survey":
+    def of(cls, parameters: Sequence[AuditedParameter], sweep: Sweep) -> "Survey":
         """Sort parameters by the summaries of their gradients."""
+        summaries = sweep.summaries
         survey = cls()
         fine: list[tuple[AuditedParameter, GradientSummary]] = []
         wide = {each.module for each in parameters if len(each.shape) > 1}
@@ -77,6 +78,8 @@ class Survey:
                     survey._note_unused_rows(parameter, summary)
                 elif len(parameter.shape) > 1 or parameter.module not in wide:  # a bias goes with its weight
                     survey.units += _zero_slices(parameter, summary)
+        if not sweep.is_finite and not survey.nonfinite:  # the gradient of a sum is finite, also if the sum is not
+            survey.nonfinite = [parameter for parameter, _ in fine]
         survey._note_unmoved_biases(fine)
         unmoved = {name for note in survey.notes if note.problem == "cannot move" for name in note.parameters}
         survey._note_outliers([pair for pair in fine if pair[0].name not in unmoved])

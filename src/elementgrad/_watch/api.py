@@ -14,7 +14,7 @@ from elementgrad._explain.trace import cannot_follow
 from elementgrad._files import writable
 from elementgrad._names.arguments import option_error
 from elementgrad._watch.backend import Hit, ReplayedRun, WatchBackend, WatchOptions
-from elementgrad._watch.capture import hash_of, read_capture, require_same_model, write_capture
+from elementgrad._watch.capture import hash_of, listed_omitted, read_capture, require_same_model, write_capture
 from elementgrad._watch.locate import locate
 from elementgrad._watch.report import WatchReport
 from elementgrad._watch.rules import parse_rules
@@ -94,7 +94,7 @@ class Watch:
         self._error: WatchError | None = None
         self._arguments: Any = None
         """The arguments of the step that was captured, some of which a file may lack."""
-        self._begun = False
+        self._begun = self._ended = False
         self._outer: BaseException | None = None
         stop = _WhileAlive(self._stop)
         options = WatchOptions(parse_rules(when), loss, stop, captures=capture is not None)
@@ -102,7 +102,7 @@ class Watch:
 
     @with_rollback
     def __enter__(self) -> "Watch":
-        if self._begun:
+        if self._begun or self._ended:
             raise OptionError("a watch is of one block; call eg.watch again for another")
         self._begun = True
         self._outer = sys.exc_info()[1]
@@ -124,7 +124,7 @@ class Watch:
         while isinstance(error, GeneratorExit):  # of the generator that ends the block
             error = error.__context__
         ends = self._begun and self._error is None and error is self._outer
-        self._begun = False
+        self._begun, self._ended = False, True
         if ends:
             self._watcher.finish()
 
@@ -269,10 +269,17 @@ class WatchReplay:
     """Outputs and gradients: `output:0`, `gradient:a.weight`."""
     differing: tuple[str, ...] = ()
     """The results whose bits are others."""
+    omitted: tuple[str, ...] = ()
+    """The parts of the step that the capture lacks, so that they did not run again."""
 
     def __str__(self) -> str:
-        bits = {True: "the same bits as in the run", False: f"other bits than in the run: {', '.join(self.differing)}"}
-        return f"{self.report}\nreplay: {bits.get(bool(self.same), '') if self.same is not None else 'ran'}"
+        bits = {
+            True: "the same bits as in the run",
+            False: f"other bits than in the run: {', '.join(self.differing)}",
+            None: "it ran, with nothing to compare",
+        }
+        lacks = f"; the capture lacks {listed_omitted(self.omitted)}" if self.omitted else ""
+        return f"{self.report}\nreplay: {bits[self.same]}{lacks}"
 
 
 @not_compiled
@@ -296,7 +303,8 @@ def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None, argume
     hit = Hit(old.tripped, old.step, old.micro_batch, run.record)
     report = old if old.cause in ("update", "rule") else replace(_explain(hit)[0], rank=old.rank)
     same = not differing if common else None
-    return WatchReplay(same, str(report), report.place, report.cause, report.where, run.results, differing)
+    omitted = tuple(capture.step.omitted)
+    return WatchReplay(same, str(report), report.place, report.cause, report.where, run.results, differing, omitted)
 
 
 def _backend_of(model: Any) -> Backend:

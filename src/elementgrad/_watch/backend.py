@@ -14,7 +14,7 @@ from elementgrad._place.place import Place
 from elementgrad.errors import OptionError
 
 Tensor = Any
-Rule = Callable[[Tensor], Any]
+Rule = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True)

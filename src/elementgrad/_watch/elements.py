@@ -1,7 +1,7 @@
 """Find and name single elements of tensors, in the same way on all backends."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +21,29 @@ def first_bad(array: np.ndarray) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BadElement:
-    """The first element of a tensor that is not finite."""
+    """An element that is not finite."""
 
-    place: str
-    value: float
+    name: str
+    """The name of the tensor."""
     index: tuple[int, ...]
+    value: float
+
+    @property
+    def place(self) -> str:
+        return place_text(self.name, self.index)
+
+    def __str__(self) -> str:
+        return f"{self.place} is {self.value!r}"
 
 
-def nonfinite_element(name: str, x: Tensor, numbers: Numbers) -> BadElement | None:
-    """Return the first element that is not finite; None if all are."""
-    if not numbers.is_differentiable(x) or math.isfinite(numbers.size(x)):
-        return None
-    array = numbers.array(x)
-    index = first_bad(array)
-    return BadElement(place_text(name, index), bad_float(array[index]), index)
+def find_nonfinite(named: Iterable[tuple[str, Tensor]], numbers: Numbers) -> BadElement | None:
+    """Return the first element that is not finite, of the first of these tensors that has one."""
+    for name, x in named:
+        if numbers.is_differentiable(x) and not math.isfinite(numbers.size(x)):
+            array = numbers.array(x)
+            index = first_bad(array)
+            return BadElement(name, index, bad_float(array[index]))
+    return None
 
 
 def place_text(name: str, index: Sequence[int]) -> str:

@@ -21,12 +21,13 @@ from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.replay import finite_flags, pull_cotangents
 from elementgrad._explain.trace import CotangentSizes, Op, OpGraph
 from elementgrad._watch.backend import NamedValue, StepRecord
-from elementgrad._watch.elements import bad_float, first_bad, nonfinite_element, place_text
+from elementgrad._watch.elements import bad_float, find_nonfinite, first_bad, place_text
 from elementgrad._watch.report import WatchReport
 
 Tensor = Any
 HELD = {"input": "bad-input", "parameter": "bad-parameter", "buffer": "bad-parameter"}
 """The cause where a number is bad before anything runs, by the kind of what holds it."""
+EARLIER = frozenset(HELD.values())
 NO_VALUE = "{} has no finite value or slope at this input"
 """The clause where an operation is singular in its value, or in a slope that is a value of the record."""
 
@@ -96,8 +97,8 @@ class _Search:
                 return self._held(value, reader)
         read = {value for op in self._record.ops if op.outputs for value in op.inputs}
         unread = [value for value in self._record.held if value.id not in read and self._is_bad(value.tensor)]
-        made = {value for op in self._record.ops for value in op.outputs}
-        for given in sorted(wanted - made):  # a tensor from elsewhere that the code holds
+        made = {value for op in self._record.ops if op.operands or not op.from_python for value in op.outputs}
+        for given in sorted(wanted - made):  # a tensor from elsewhere that the code holds, or one of plain numbers
             user = next((op for op in self._record.ops if given in op.inputs), None)
             if user is not None:
                 if unread:  # what reads it, and makes the tensor, cannot be followed
@@ -231,7 +232,7 @@ class _Search:
 
     def _element(self, name: str, x: Tensor) -> tuple[str, float]:
         """Return the place and the value of the first element that is not finite."""
-        element = nonfinite_element(name, x, self._numbers)
+        element = find_nonfinite([(name, x)], self._numbers)
         assert element is not None
         return element.place, element.value
 

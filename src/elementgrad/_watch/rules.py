@@ -1,6 +1,7 @@
 """The rules of `eg.watch(when=...)`: places, and functions of the gradient there."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from elementgrad._names.arguments import option_error
@@ -30,5 +31,17 @@ def parse_rules(when: Any) -> dict[str, tuple[Place, Rule]]:
             raise OptionError(
                 f"the rule for {place} is {quoted(rule)}, which cannot be called; give a function of the gradient there"
             )
-        rules[str(place)] = (place, rule)
+        rules[str(place)] = (place, partial(_judge, str(place), rule))
     return rules
+
+
+def _judge(text: str, rule: Callable[[Any], Any], x: Any) -> bool:
+    """Return the result of a rule; an error that it raises is the user's own."""
+    result = rule(x)
+    try:
+        return bool(result)
+    except Exception as error:
+        raise OptionError(
+            f"the rule for {text} returns {type(result).__name__} with several elements, and not one truth value; "
+            "let it end in .any() or .all()"
+        ) from error

@@ -51,18 +51,19 @@ class JaxAudit(AuditBackend):
         if not reached:
             return Sweep({})
         gradients = linear.compile_vjp(0, reached)(jnp.ones_like(linear.outputs[0]))
+        is_finite = bool(jnp.isfinite(linear.outputs[0]).all())
         summaries = {}
         for number in reached:
             summaries[parameters[number].name] = _summarize(gradients.pop(0))
         try:
             program = jax.make_jaxpr(run)(*arrays).jaxpr
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it branches in Python on values
-            return Sweep(summaries, has_rules=True)
+            return Sweep(summaries, True, is_finite)
         if any(0 in sizes for summary in summaries.values() for sizes in summary.slices.values()):
             for number in _find_lookups(program).intersection(reached):
                 name = parameters[number].name
                 summaries[name] = GradientSummary(summaries[name].largest, summaries[name].slices, True)
-        return Sweep(summaries, _has_rules(program))
+        return Sweep(summaries, _has_rules(program), is_finite)
 
 
 implementation = JaxAudit()

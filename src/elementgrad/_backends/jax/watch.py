@@ -32,7 +32,7 @@ from elementgrad._watch.backend import (
     Watcher,
     WatchOptions,
 )
-from elementgrad._watch.elements import largest_element, nonfinite_element, positions_of
+from elementgrad._watch.elements import find_nonfinite, largest_element, positions_of
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
 
 Array = Any
@@ -98,19 +98,15 @@ class JaxWatcher(Watcher):
         named = float_leaves(result, "output")
         arrays = [x for _, x in named]
         if arrays and not all_finite(arrays):
-            for name, x in named:
-                element = nonfinite_element(name, x, NUMBERS)
-                if element is not None:
-                    tripped = f"{element.place} is {element.value!r}"
-                    record = partial(record_step, self._step, arguments)
-                    self._stop(Hit(tripped, self._count, 0, record, partial(self._capture, arguments, result)), gone)
+            record, captured = partial(record_step, self._step, arguments), partial(self._capture, arguments, result)
+            self._stop(Hit(str(find_nonfinite(named, NUMBERS)), self._count, 0, record, captured), gone)
         for text, (place, rule) in self._options.rules.items():
             values = dict(named) | _new_state(self._step, arguments, result)
             x = values.get(str(place.name))
             if x is None:
                 raise PlaceError(f"no array is named {place.name!r}; {nearest(str(place.name), list(values))}")
             picked = jnp.asarray(x).reshape(-1)[positions_of(place, tuple(x.shape))] if place.index else x
-            if bool(rule(picked)):
+            if rule(picked):
                 where, value = largest_element(str(place.name), place, NUMBERS.array(x))
                 captured = partial(self._capture, arguments, result)
                 tripped = f"{text} is such that its rule is true"

@@ -217,6 +217,11 @@ def variable_inside(variable: Any) -> Any:
     return getattr(variable, "_value", variable)
 
 
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer of Keras was built for; `apply` without any takes these."""
+    return list(optimizer._trainable_variables)
+
+
 def tensor_id(x: Any) -> int:
     """Return the number that TensorFlow gives to a tensor or handle."""
     return int(x._id)

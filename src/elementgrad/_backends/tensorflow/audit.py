@@ -14,7 +14,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Sweep, result_of
+from elementgrad._audit.backend import (
+    AuditBackend,
+    AuditedParameter,
+    GradientSummary,
+    Sweep,
+    follows_from_missing,
+    result_of,
+)
 from elementgrad._backends.tensorflow import _compat
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
 from elementgrad._backends.tensorflow.isolate import isolated
@@ -67,7 +74,7 @@ class TensorflowAudit(AuditBackend):
             gradients = tape.gradient(value, variables)
         pairs = zip(parameters, gradients, strict=True)
         summaries = {each.name: _summarize(gradient) for each, gradient in pairs if gradient is not None}
-        return Sweep(summaries, rules.seen)
+        return Sweep(summaries, rules.seen, _is_finite(value))
 
     def summarize_step(
         self,
@@ -79,17 +86,20 @@ class TensorflowAudit(AuditBackend):
         names = {id(each.tensor): each.name for each in parameters}
         summaries: dict[str, GradientSummary] = {}
         with isolated(), run_functions_as_python(), _RuleCalls() as rules, _TapeCalls(compute=True) as calls:
+            ended_by = None
             try:
                 step()
-            except Exception:
-                if not calls.missing:  # what comes after it may fail for want of gradients
+            except Exception as error:
+                if not calls.missing or not follows_from_missing(error, "tensorflow"):
                     raise
+                ended_by = error
         for source, gradient in calls.gradients:
             name = names.get(id(_compat.variable_inside(source)))
             if name is not None and gradient is not None:
                 summary = _summarize(gradient)
                 summaries[name] = summary if name not in summaries else summaries[name].union(summary)
-        return Sweep(summaries, rules.seen) if calls.targets else None
+        finite = all(map(_is_finite, calls.targets))
+        return Sweep(summaries, rules.seen, finite, ended_by) if calls.targets else None
 
     def loss_of_step(self, model: KerasModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
         return partial(_loss_of, step)
@@ -115,6 +125,10 @@ def _make_parameter(name: str, variable: Any, frozen: str | None, place: Place |
 
 def _freeze_reason(variable: Any) -> str | None:
     return None if variable.trainable else "trainable=False"
+
+
+def _is_finite(loss: Tensor) -> bool:
+    return bool(tf.reduce_all(tf.math.is_finite(loss)))
 
 
 def _summarize(gradient: Any) -> GradientSummary:

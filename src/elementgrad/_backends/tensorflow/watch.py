@@ -36,7 +36,7 @@ from elementgrad._watch.backend import (
     Watcher,
     WatchOptions,
 )
-from elementgrad._watch.elements import largest_element, nonfinite_element, positions_of
+from elementgrad._watch.elements import BadElement, find_nonfinite, largest_element, positions_of
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
 
 Tensor = Any
@@ -53,17 +53,11 @@ class KerasWatcher(Watcher):
             raise OptionError("the loss of a Keras model is compiled with it, and is followed anyway; leave loss= out")
         self._model, self._options = model, options
         self._step = 0
-        self._rules: dict[str, tuple[str, Place, Rule]] = {}
-        self._gradients: dict[str, Any] = {}
-        """Gradients at the places of rules, which the step writes there,"""
-        self._computed: set[str] = set()
-        """those of them that it computes,"""
-        self._taken: Any = None
-        """and whether the optimizer takes the step, or skips it."""
+        self._rules: dict[str, tuple[GradientTap, Place, Rule]] = {}
 
     def start(self) -> None:
         model = self._model
-        _build_optimizer(model)
+        build_optimizer(model)
         if model.train_function is None:
             model.make_train_function()
         defer(_restore_function, model, model.train_function)
@@ -71,41 +65,25 @@ class KerasWatcher(Watcher):
         model.train_function = partial(self.run, model.train_function)
 
     def _bind_rules(self) -> None:
-        """Find the variables of the rules, and have the step keep their gradients."""
-        known = dict(variables_of(self._model))
+        """Find the variables of the rules, and have optimizers keep their gradients."""
+        known = {name.partition(":")[2]: v for name, v in variables_of(self._model) if name.startswith("parameter:")}
+        taps: dict[str, GradientTap] = {}
         for text, (place, rule) in self._options.rules.items():
-            name = f"parameter:{place.name}"
+            name = str(place.name)
             if name not in known:
-                names = [each.partition(":")[2] for each in known if each.startswith("parameter:")]
-                raise PlaceError(f"no parameter is named {place.name!r}; {nearest(str(place.name), names)}")
+                raise PlaceError(f"no parameter is named {name!r}; {nearest(name, list(known))}")
             if place.index:
                 place.select(tuple(known[name].shape))
-            self._rules[text] = name, place, rule
-        optimizer = self._model.optimizer
-        if not self._rules or optimizer is None:
-            return
-        original = optimizer.apply_gradients
-        watched = {name: known[name] for name, _, _ in self._rules.values()}
-        self._gradients = {
-            name: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for name, v in watched.items()
-        }
-
-        self._taken = tf.Variable(True, trainable=False)
-
-        def apply_gradients(pairs: Any, *args: Any, **kwargs: Any) -> Any:
-            pairs = list(pairs)
-            gradients = {id(_compat.variable_inside(v)): g for g, v in pairs if g is not None}
-            self._taken.assign(_takes_step(optimizer, list(gradients.values())))
-            factor = optimizer.scale_loss(tf.ones([]))
-            for name in [name for name, wanted in watched.items() if id(wanted) in gradients]:
-                gradient = tf.convert_to_tensor(gradients[id(watched[name])])
-                self._gradients[name].assign(gradient / tf.cast(factor, gradient.dtype))
-                self._computed.add(name)
-            return original(pairs, *args, **kwargs)
-
-        defer(vars(optimizer).pop, "apply_gradients", None)
-        object.__setattr__(optimizer, "apply_gradients", apply_gradients)
-        self._model.make_train_function(force=True)
+            tap = taps.setdefault(name, GradientTap(known[name]))
+            self._rules[text] = tap, place, rule
+        optimizers = optimizers_of(self._model)
+        if taps and not optimizers:
+            raise OptionError("the model has no optimizer, so that rules see no gradients; compile it with one")
+        for optimizer in optimizers if taps else ():
+            defer(vars(optimizer).pop, "apply", None)
+            object.__setattr__(optimizer, "apply", partial(_apply, optimizer.apply, optimizer, list(taps.values())))
+        if taps:
+            self._model.make_train_function(force=True)
 
     def run(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Run the steps of one call of the train function, and look at each."""
@@ -125,62 +103,101 @@ class KerasWatcher(Watcher):
 
     @with_cleanup
     def _look(self, data: Any, before: Values, logs: Any) -> None:
-        variables = dict(all_variables(self._model))
-        after = {name: _value(v) for name, v in variables.items() if name.startswith("parameter:")}
+        after = {name: _value(v) for name, v in variables_of(self._model) if name.startswith("parameter:")}
         floats = [x for x in after.values() if is_differentiable(x)]
         loss = logs.get("loss") if isinstance(logs, dict) else None
         watched = floats + ([] if loss is None else [tf.convert_to_tensor(loss)])
         captured = partial(self._capture, data, before)
         if watched and not bool(_are_finite(watched)):
             record = partial(record_step, self._model, data, before)
-            for name, x in after.items():
-                element = nonfinite_element(name.partition(":")[2], x, NUMBERS)
-                if element is None:
-                    continue
-                shape, index = tuple(x.shape), element.index
-                state = {
-                    _state_name(variables[key]): float(np.asarray(value)[index])
-                    for key, value in before.items()
-                    if key.startswith("optimizer:") and tuple(value.shape) == shape
-                }
-                tripped = f"{element.place} is {element.value!r} after the step"
-                update = Hit(
-                    tripped,
-                    self._step,
-                    captured=captured,
-                    cause="update",
-                    place=element.place,
-                    value=element.value,
-                    module=name.partition(":")[2].rpartition("/")[0],
-                    state=state,
-                )
+            bad = find_nonfinite([(name.partition(":")[2], x) for name, x in after.items()], NUMBERS)
+            if bad is None:
+                self._options.stop(Hit("the loss is not finite", self._step, 0, record, captured))
+            else:
+                tripped = f"{bad} after the step"
+                update = self._made_by_update(bad, tripped, before, captured)
                 self._options.stop(Hit(tripped, self._step, 0, record, captured, otherwise=update))
-            self._options.stop(Hit("the loss is not finite", self._step, 0, record, captured))
-        is_taken = self._taken is not None and bool(self._taken)
-        for text, (name, place, rule) in self._rules.items():
-            if not is_taken or name not in self._computed:
+        self._judge_rules(data, before)
+
+    def _made_by_update(
+        self, bad: BadElement, tripped: str, before: Values, captured: Callable[[], CapturedStep]
+    ) -> Hit:
+        """Return the hit that blames the optimizer, with its state of the element."""
+        variables = dict(all_variables(self._model))
+        shape = tuple(before[f"parameter:{bad.name}"].shape)
+        slots = [(name, x) for name, x in before.items() if name.startswith("optimizer:") and tuple(x.shape) == shape]
+        return Hit(
+            tripped,
+            self._step,
+            captured=captured,
+            cause="update",
+            place=bad.place,
+            value=bad.value,
+            module=bad.name.rpartition("/")[0],
+            state={_state_name(variables[name]): float(np.asarray(x)[bad.index]) for name, x in slots},
+        )
+
+    def _judge_rules(self, data: Any, before: Values) -> None:
+        taken = {id(tap) for tap, _, _ in self._rules.values() if bool(tap.taken)}
+        for text, (tap, place, rule) in self._rules.items():
+            if id(tap) not in taken:
                 continue
-            g = self._gradients[name].value()
+            tap.taken.assign(False)
+            g = tap.gradient.value()
             picked = tf.gather(tf.reshape(g, [-1]), positions_of(place, tuple(g.shape))) if place.index else g
-            if bool(np.asarray(rule(picked)).all()):
-                where, number = largest_element(str(place.name), place, NUMBERS.array(g))
-                hit = Hit(
-                    f"the gradient of {text} is such that its rule is true",
-                    self._step,
-                    captured=captured,
-                    cause="rule",
-                    place=where,
-                    value=number,
-                    where=_line_of(self._model, data, before, name),
-                    module=str(place.name).rpartition("/")[0],
-                )
-                self._options.stop(hit)
+            if not rule(picked):
+                continue
+            where, number = largest_element(str(place.name), place, NUMBERS.array(g))
+            hit = Hit(
+                f"the gradient of {text} is such that its rule is true",
+                self._step,
+                captured=partial(self._capture, data, before),
+                cause="rule",
+                place=where,
+                value=number,
+                where=_line_of(self._model, data, before, str(place.name)),
+                module=str(place.name).rpartition("/")[0],
+            )
+            self._options.stop(hit)
 
     def _capture(self, data: Any, before: Values) -> CapturedStep:
         results = {name: _value(v) for name, v in all_variables(self._model) if not name.startswith("random:")}
         return CapturedStep(
             describe(self._model), ((data,), {}), before, results=results, settings={"tensorflow": tf.__version__}
         )
+
+
+class GradientTap:
+    """The gradient of a variable, which the optimizer writes here at each step that it takes."""
+
+    def __init__(self, variable: Any):
+        self.variable = variable
+        self.gradient = tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+        self.taken = tf.Variable(False, trainable=False)
+
+    def see(self, gradient: Any, factor: Tensor, taken: Tensor) -> None:
+        """Keep a gradient without the factor of the loss."""
+        dense = tf.convert_to_tensor(gradient)
+        self.gradient.assign(dense / tf.cast(factor, dense.dtype))
+        self.taken.assign(taken)
+
+
+def _apply(
+    original: Callable[..., Any],
+    optimizer: Any,
+    taps: Sequence[GradientTap],
+    grads: Any,
+    trainable_variables: Any = None,
+) -> Any:
+    """Apply gradients for the user, and show them to taps; all ways to step an optimizer of Keras end here."""
+    grads = list(grads)
+    variables = _compat.trained_variables(optimizer) if trainable_variables is None else list(trainable_variables)
+    gradients = {id(_compat.variable_inside(v)): g for g, v in zip(grads, variables, strict=False) if g is not None}
+    taken, factor = _takes_step(optimizer, list(gradients.values())), optimizer.scale_loss(tf.ones([]))
+    for tap in taps:
+        if id(tap.variable) in gradients:
+            tap.see(gradients[id(tap.variable)], factor, taken)
+    return original(grads, trainable_variables if trainable_variables is None else variables)
 
 
 def _takes_step(optimizer: Any, gradients: Sequence[Any]) -> Tensor:
@@ -191,7 +208,13 @@ def _takes_step(optimizer: Any, gradients: Sequence[Any]) -> Tensor:
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in parts])
 
 
-def _build_optimizer(model: Any) -> None:
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizer that a model is compiled with, and those that it has as attributes, as a GAN does."""
+    found = [model.optimizer, *vars(model).values()]
+    return list({id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}.values())
+
+
+def build_optimizer(model: Any) -> None:
     """Make the optimizer's variables, as its first step would: what a step starts from is kept."""
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -244,7 +267,7 @@ def _line_of(model: Any, data: Any, before: Values, name: str) -> str | None:
         record = record_step(model, data, before)
     except Exception:  # the rule is true whether or not the line is known
         return None
-    ids = {value.id for value in record.held if value.name == name.partition(":")[2]}
+    ids = {value.id for value in record.held if value.name == name}
     return next((op.where for op in record.ops if ids & set(op.inputs)), None)
 
 
@@ -263,8 +286,8 @@ def all_variables(model: Any) -> Iterator[tuple[str, Any]]:
     seen = {id(variable) for _, variable in known}
     others = [variable for variable in model.variables if id(_compat.variable_inside(variable)) not in seen]
     yield from ((f"random:{variable.path}", variable) for variable in others)
-    optimizer = model.optimizer
-    yield from ((f"optimizer:{n}", variable) for n, variable in enumerate(optimizer.variables if optimizer else ()))
+    for number, optimizer in enumerate(optimizers_of(model)):
+        yield from ((f"optimizer:{number}.{n}", variable) for n, variable in enumerate(optimizer.variables))
 
 
 @contextmanager
@@ -331,10 +354,10 @@ class KerasWatchRuns(WatchBackend):
         return tf.constant(np.frombuffer(content.tobytes(), kind.as_numpy_dtype).reshape(shape), kind)
 
     def run(self, model: Any, captured: CapturedStep, loss: Callable[..., Any] | None) -> ReplayedRun:
-        if model.optimizer is None:
+        if not optimizers_of(model):
             raise OptionError("the model is not compiled; call model.compile as in the run, so that its step can run")
         (data,), _ = captured.arguments
-        _build_optimizer(model)
+        build_optimizer(model)
         with restored(model, captured.held):
             model.make_train_function()
             model.train_function(iter([data]))

@@ -19,7 +19,14 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Sweep, result_of
+from elementgrad._audit.backend import (
+    AuditBackend,
+    AuditedParameter,
+    GradientSummary,
+    Sweep,
+    follows_from_missing,
+    result_of,
+)
 from elementgrad._backends.source_location import is_user_code
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import disable_checkpointing
@@ -99,7 +106,7 @@ class TorchAudit(AuditBackend):
             gradient, gradients[index] = gradients[index], None
             if gradient is not None:
                 summaries[each.name] = _summarize(gradient, id(each.tensor) in lookups)
-        return Sweep(summaries, has_rules)
+        return Sweep(summaries, has_rules, bool(value.isfinite().all()))
 
     def summarize_step(
         self,
@@ -151,14 +158,17 @@ def _run_step(model: TorchModel, parameters: Sequence[AuditedParameter], step: C
                 hook = partial(_note, summaries, each.name, calls)
                 handles.extend(map(each.tensor.register_post_accumulate_grad_hook, [hook]))
             enter_mode(calls)
+            ended_by = None
             try:
                 step()
             except Exception as error:
-                if not calls.untracked and not _is_refusal(error):
-                    raise
-                if not calls.untracked:  # otherwise what comes after it fails for want of gradients
+                if _is_refusal(error):
                     summaries.clear()
-    return Sweep(summaries, calls.has_rules) if calls.count else None
+                elif calls.untracked and follows_from_missing(error, "torch"):
+                    ended_by = error
+                else:
+                    raise
+    return Sweep(summaries, calls.has_rules, calls.is_finite, ended_by) if calls.count else None
 
 
 class _LossScales(scope):
@@ -365,6 +375,7 @@ class _BackwardCalls(TorchFunctionMode):
         self.untracked = False
         self.lookups: set[int] = set()
         self.has_rules = False
+        self.is_finite = True
         self._protected = set(map(id, protected))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -376,6 +387,7 @@ class _BackwardCalls(TorchFunctionMode):
                 self.untracked = True
                 return None
             tracked = [x for x in roots if x.requires_grad]
+            self.is_finite = self.is_finite and all(bool(x.isfinite().all()) for x in tracked)
             walks = [_walk(x) for x in tracked]
             self.lookups = {key for lookups, _ in walks for key in lookups}
             self.has_rules = self.has_rules or any(found for _, found in walks)

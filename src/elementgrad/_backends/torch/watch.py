@@ -9,7 +9,7 @@ the optimizer's step, or the end of the block. Nothing was overwritten by then, 
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -36,7 +36,7 @@ from elementgrad._names import pytree
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
 from elementgrad._watch.backend import CapturedStep, Hit, Rule, Watcher, WatchOptions
-from elementgrad._watch.elements import BadElement, bad_float, largest_element, nonfinite_element
+from elementgrad._watch.elements import BadElement, bad_float, find_nonfinite, largest_element
 from elementgrad.errors import FrameworkError, OptionError, PlaceError, quoted
 
 Tensor = torch.Tensor
@@ -179,10 +179,9 @@ class TorchWatcher(Watcher):
         norm, call.norm = call.norm, None
         if norm is None or math.isfinite(_number(norm)):
             return
-        for name, x in call.outputs:
-            element = nonfinite_element(name, dense_part(x), NUMBERS)
-            if element is not None:
-                self._hit([call], f"{element.place} is {element.value!r}", element.place)
+        bad = _find_bad(call.outputs)
+        if bad is not None:
+            self._hit([call], str(bad), bad.place)
 
     def _see_gradient(self, call: ForwardCall, position: int, g: Tensor) -> None:
         if self._stopped:
@@ -283,23 +282,23 @@ class TorchWatcher(Watcher):
 
     def _trained(self) -> dict[int, Tensor]:
         """Return the parameters that the optimizers have now; a group may have been added."""
-        return {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        return {id(p): p for one in self._optimizers for _, p in _members(one)}
 
     def _watched(self) -> Iterator[Tensor]:
         """Yield the parameters whose gradients are looked at."""
         yield from self._parameters.values()
         yield from (p for p in self._trained().values() if id(p) not in self._names)
 
-    def _with_gradients(self, but: set[Any]) -> Iterator[Tensor]:
-        """Yield the parameters that have gradients, but for those of some optimizers.
+    def _with_gradients(self, apart_from: set[Any]) -> Iterator[Tensor]:
+        """Yield the parameters that have gradients, apart from those of some optimizers.
 
         A parameter of no optimizer goes with the first.
         """
         first = self._optimizers[0] if self._optimizers else None
-        pairs = [(one, group) for one in self._optimizers if but for group in one.param_groups]
-        owners = {id(p): one for one, group in pairs for p in group["params"]}
+        owners = {id(p): one for one in self._optimizers if apart_from for _, p in _members(one)}
         for p in self._watched():
-            if p.grad is not None and p.grad.dtype in FLOATS and not (but and owners.get(id(p), first) in but):
+            is_left_out = bool(apart_from) and owners.get(id(p), first) in apart_from
+            if p.grad is not None and p.grad.dtype in FLOATS and not is_left_out:
                 yield p
 
     def _look(self, norm: Tensor | None = None, at_step: bool = False) -> None:
@@ -327,42 +326,36 @@ class TorchWatcher(Watcher):
                 self._calls.remove(call)
 
     def _judge_gradients(self) -> None:
-        for p in self._with_gradients(self._scaled | self._unscaled):
-            assert p.grad is not None
-            element = nonfinite_element(self._names.get(id(p), "a parameter"), dense_part(p.grad), NUMBERS)
-            if element is not None:
-                calls = [call for call in self._calls if call.task is not None]
-                self._hit(calls, f"the gradient of {element.place} is {element.value!r}", element.place)
+        params = self._with_gradients(self._scaled | self._unscaled)
+        bad = _find_bad([(self._name(p), p.grad) for p in params if p.grad is not None])
+        if bad is not None:
+            calls = [call for call in self._calls if call.task is not None]
+            self._hit(calls, f"the gradient of {bad}", bad.place)
+
+    def _name(self, p: Tensor) -> str:
+        return self._names.get(id(p), "a parameter")
 
     def _judge_parameters(self, step: int) -> None:
-        for p in self._trained().values():
-            name = self._names.get(id(p), "a parameter")
-            element = nonfinite_element(name, dense_part(p), NUMBERS)
-            if element is None:
+        """Stop at a parameter that is not finite after a step of an optimizer."""
+        for optimizer, group, p in [(one, group, p) for one in self._optimizers for group, p in _members(one)]:
+            bad = _find_bad([(self._name(p), p)])
+            if bad is None:
                 continue
             before = None if self._update is None or self._update.step != step else self._update.values().get(id(p))
-            if before is not None and not math.isfinite(bad_float(NUMBERS.array(before)[element.index])):
+            if before is not None and not math.isfinite(bad_float(NUMBERS.array(before)[bad.index])):
                 # Something has written to it through `.data`, which no version counts.
-                self._stop_at_parameter(element, name, step, "before the step", self._capture_update)
+                self._stop_at_parameter(bad, step, "before the step", self._capture_update)
                 return
-            optimizer, group = next(
-                (one, group)
-                for one in self._optimizers
-                for group in one.param_groups
-                for q in group["params"]
-                if q is p
-            )
-            state = self._state.element_state(optimizer, p, element.index)
             settings = [f"{key} is {value!r}" for key, value in group.items() if type(value) in (float, tuple)]
             hit = Hit(
-                f"{element.place} is {element.value!r} after the step",
+                f"{bad} after the step",
                 step,
                 captured=None if self._last is None else partial(self._capture_update, self._last, step),
                 cause="update",
-                place=element.place,
-                value=element.value,
-                module=name.rpartition(".")[0],
-                state=state,
+                place=bad.place,
+                value=bad.value,
+                module=bad.name.rpartition(".")[0],
+                state=self._state.element_state(optimizer, p, bad.index),
                 evidence=settings[:3],
             )
             self._stop(hit)
@@ -376,11 +369,13 @@ class TorchWatcher(Watcher):
         parameters = {name: before.get(id(p), p) for name, p in self._parameters.items()}
         captured = self._state.capture(call, parameters)
         tensors, settings, results = update.capture()
+        omitted = [] if results else ["the update, which optimizers of torch.optim alone can take again"]
         return replace(
             captured,
             held={**captured.held, **tensors},
             results={**captured.results, **results},
             settings={**captured.settings, "update": settings},
+            omitted=[*captured.omitted, *omitted],
         )
 
     def _judge_rules(self) -> None:
@@ -392,7 +387,7 @@ class TorchWatcher(Watcher):
                 seen = [(calls[-1], p.grad)]
             for call, g in seen:
                 g = dense_part(g)
-                if not bool(rule(self._state.take(g, place))):
+                if not rule(self._state.take(g, place)):
                     continue
                 element, value = largest_element(name, place, NUMBERS.array(g))
                 hit = Hit(
@@ -427,34 +422,27 @@ class TorchWatcher(Watcher):
         norm = _norm([local_part(p) for p in self._parameters.values() if p.dtype in FLOATS])
         if norm is None or math.isfinite(_number(norm)):
             return
-        for name, p in self._parameters.items():
-            element = nonfinite_element(name, dense_part(p), NUMBERS) if p.dtype in FLOATS else None
-            if element is not None:
-                self._stop_at_parameter(element, name, step, when, self._capture_now)
-                return
+        bad = _find_bad([(name, p) for name, p in self._parameters.items() if p.dtype in FLOATS])
+        if bad is not None:
+            self._stop_at_parameter(bad, step, when, self._capture_now)
 
     def _capture_now(self, call: ForwardCall, step: int) -> CapturedStep:
         return self._state.capture(call, self._parameters)
 
     def _stop_at_parameter(
-        self,
-        element: BadElement,
-        name: str,
-        step: int,
-        when: str,
-        capture: Callable[[ForwardCall, int], CapturedStep],
+        self, bad: BadElement, step: int, when: str, capture: Callable[[ForwardCall, int], CapturedStep]
     ) -> None:
         """Stop at an element of a parameter that no update of an optimizer has made."""
         call = self._last
         hit = Hit(
-            f"{element.place} is {element.value!r} {when}",
+            f"{bad} {when}",
             step,
             captured=None if call is None else partial(capture, call, step),
             cause="bad-parameter",
-            place=element.place,
-            value=element.value,
-            where=None if call is None else self._line_of(call, name),
-            module=name.rpartition(".")[0],
+            place=bad.place,
+            value=bad.value,
+            where=None if call is None else self._line_of(call, bad.name),
+            module=bad.name.rpartition(".")[0],
         )
         self._stop(hit)
 
@@ -534,6 +522,15 @@ def _skips_step(optimizer: Any) -> bool:
     """Return True if a fused optimizer is told by a GradScaler to skip its step, which it then does by itself."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and _number(found) > 0
+
+
+def _members(optimizer: Any) -> list[tuple[dict[str, Any], Tensor]]:
+    """Return the parameters of an optimizer, each with its group."""
+    return [(group, p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _find_bad(named: Iterable[tuple[str, Tensor]]) -> BadElement | None:
+    return find_nonfinite(((name, dense_part(x)) for name, x in named), NUMBERS)
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor | None:
