@@ -114,7 +114,7 @@ def test_a_walk_follows_the_strongest_driver_layer_by_layer(explored):
         passed.append(explored.names[step["tensor"]])
         assert step["source"] < step["tensor"]
         target = {"tensor": step["tensor"], "index": step["index"]}
-    layers = ["flat", "tanh", "conv2"] if "flat" in explored.names else ["tanh", "conv2", "relu"]
+    layers = ["flat", "conv2", "relu"] if "flat" in explored.names else ["tanh", "conv2", "relu"]
     assert passed == layers
 
 
@@ -320,6 +320,47 @@ def test_a_walk_names_the_layers_that_it_steps_over():
         walked.append((names[step["tensor"]], [names[passed["tensor"]] for passed in step["passed"]]))
         target = {"tensor": step["tensor"], "index": list(step["index"])}
     assert walked == [("0", ["1"]), ("0.0", ["0.1"])]
+
+
+def test_a_walk_lands_where_the_number_changes():
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.drop, self.flat = torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Flatten(0)
+            self.shift, self.scale = torch.nn.Module(), torch.nn.Linear(4, 2)
+            self.shift.forward = lambda x: x + 1  # its gradient is 1, and it is a step nevertheless
+
+        def forward(self, x):
+            return self.scale(self.shift(self.flat(self.drop(self.first(x)))))
+
+    torch.manual_seed(0)
+    session = Session(Net().eval(), [torch.rand(1, 3)])
+    names = [row.name for row in session.names]
+    target, walked = {"tensor": names.index("output"), "index": [1]}, []
+    for _ in range(3):
+        step = session.answer({"ask": "walk", "of": target})
+        target = {"tensor": step["tensor"], "index": list(step["index"])}
+        walked.append((names[step["tensor"]], [names[passed["tensor"]] for passed in step["passed"]]))
+    assert walked == [("shift", ["scale"]), ("flat", []), ("x", ["drop", "first"])]
+    assert "nothing comes before it" in session.answer({"ask": "walk", "of": target})["error"]
+
+
+def test_a_walk_of_tokens_ends_at_the_row_that_was_looked_up():
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2))
+    session = Session(net, [torch.tensor([[5, 2]])])
+    names = [row.name for row in session.names]
+    target = {"tensor": names.index("output"), "index": [0, 1, 0]}
+    for name in ("0", "0.weight"):
+        step = session.answer({"ask": "walk", "of": target})
+        assert names[step["tensor"]] == name
+        assert names[step["source"]] == "0.weight"
+        target = {"tensor": step["tensor"], "index": list(step["index"])}
+    assert target["index"][0] == 2
 
 
 def test_slow_questions_wait_until_no_other_does():

@@ -320,25 +320,16 @@ class Session:
     def walk(self, message: Message) -> dict[str, Any]:
         """Return the strongest driver of the target in the layer before it, and the layer before that one.
 
-        Layers that only hand the element on, as a container does with the result of its last layer, are stepped over;
-        they are in `passed`, the nearest to the target first.
+        Layers that only hand the number on, as a reshape or a dropout in evaluation does, are stepped over; their
+        elements are in `passed`, the nearest to the target first.
         """
-        of = _given(message.of)
-        source, gradient, passed = self._layer_before(of, message.edits)
-        best = rank(gradient, 1)
-        if not best:
-            raise PlaceError(f"nothing before {self._text(of)} has a gradient that is not zero")
-        step = Element(source, best[0])
-        try:
-            following = self._layer_before(step, message.edits)[0]
-        except PlaceError:
-            following = self._default_source
+        step, slope, passed = self._step_back(_given(message.of), message.edits)
         return {
-            "tensor": source,
+            "tensor": step.tensor,
             "index": step.index,
-            "source": following,
-            "value": plain_number(gradient[best[0]]),
-            "passed": [{"tensor": tensor, "index": of.index} for tensor in passed],
+            "source": self._source_before(step, message.edits),
+            "value": plain_number(slope),
+            "passed": [{"tensor": each.tensor, "index": each.index} for each in passed],
         }
 
     def code(self, message: Message) -> dict[str, Any]:
@@ -445,38 +436,51 @@ class Session:
             self._kept.put(key, array)
         return array
 
-    def _layer_before(self, of: Element, edits: Edits) -> tuple[int, np.ndarray, list[int]]:
-        """Return the nearest layer before an element's own that drives it, or the input, its gradient, and the layers
-        between, which hand the element on.
+    def _step_back(self, of: Element, edits: Edits) -> tuple[Element, Any, list[Element]]:
+        """Return the strongest driver of an element in the nearest layer before it, its gradient, and what is passed.
+
+        Before the first layer are the inputs, or where no input has gradients, as with tokens, the parameters.
         """
-        computed = [tensor for tensor, row in enumerate(self.names) if row.kind == "activation" and _has_slopes(row)]
-        row = self._row(of.tensor)
-        if row.kind == "output":
-            before = computed
-        elif row.kind == "activation":
-            before = [tensor for tensor in computed if tensor < of.tensor]
-        else:
-            raise PlaceError(f"{row.name} is of kind {row.kind}, and nothing comes before it")
-        inputs = [tensor for tensor, row in enumerate(self.names) if row.kind == "input" and _has_slopes(row)]
-        default = [tensor for tensor in inputs if tensor == self._default_source]
-        candidates = [*before[::-1], *(default or inputs)]
-        passed: list[int] = []
+        passed: list[Element] = []
+        candidates = self._candidates_before(of.tensor)
         for first in range(0, len(candidates), STEPS_AT_ONCE):
             group = candidates[first : first + STEPS_AT_ONCE]
             places = [self._place(tensor) for tensor in group]
             slopes = self._call(eg.grad, edits, of=self._place(of), wrt=places, unconnected="zero")
-            for tensor, tensor_slopes in zip(group, slopes, strict=True):
-                gradient = self._to_numpy(tensor_slopes)
-                if self._hands_on(of, tensor, gradient):
-                    passed.append(tensor)
-                elif gradient.any():
-                    return tensor, gradient, passed
+            for tensor, gradient in zip(group, map(self._to_numpy, slopes), strict=True):
+                best = rank(gradient, 1)
+                if not best:
+                    continue
+                driver, slope = Element(tensor, best[0]), gradient[best[0]]
+                # One number that goes through unchanged is no step; x + 1 has a gradient of 1 as well, and is one.
+                hands_on = slope == 1 and np.count_nonzero(gradient) == 1
+                hands_on = hands_on and self._element_value(driver, edits) == self._element_value(of, edits)
+                if not hands_on or self._row(tensor).kind != "activation":
+                    return driver, slope, passed
+                passed.append(driver)
         raise PlaceError(f"nothing before {self._text(of)} has a gradient that is not zero")
 
-    def _hands_on(self, of: Element, tensor: int, gradient: np.ndarray) -> bool:
-        """Return True if an element is an element of another tensor, passed on: its gradient is 1 at that one alone."""
-        same = gradient.shape == tuple(self._row(of.tensor).shape)
-        return same and np.count_nonzero(gradient) == 1 and gradient[of.index] == 1
+    def _candidates_before(self, tensor: int) -> list[int]:
+        """Return the tensors that a walk may step back to, the nearest first."""
+        rows = list(enumerate(self.names))
+        row = self._row(tensor)
+        if row.kind not in ("output", "activation"):
+            raise PlaceError(f"{row.name} is of kind {row.kind}, and nothing comes before it")
+        layers = [other for other, each in rows if each.kind == "activation" and _has_slopes(each)]
+        before = [other for other in layers if row.kind == "output" or other < tensor]
+        inputs = [other for other, each in rows if each.kind == "input" and _has_slopes(each)]
+        default = [other for other in inputs if other == self._default_source]
+        parameters = [other for other, each in rows if each.kind == "parameter" and _has_slopes(each)]
+        return [*before[::-1], *(default or inputs or parameters)]
+
+    def _source_before(self, of: Element, edits: Edits) -> int:
+        """Return the tensor by which an element is to be shown: the layer before it, if there is one."""
+        if self._row(of.tensor).kind not in ("output", "activation"):
+            return of.tensor
+        try:
+            return self._step_back(of, edits)[0].tensor
+        except PlaceError:
+            return self._default_source
 
     # Names and places
 
