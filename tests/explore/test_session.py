@@ -347,6 +347,15 @@ def test_a_walk_lands_where_the_number_changes():
     assert "nothing comes before it" in session.answer({"ask": "walk", "of": target})["error"]
 
 
+def test_of_equal_drivers_a_walk_takes_the_largest_value():
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.AvgPool1d(4))
+    session = Session(net, [torch.tensor([[-1.0, 2.0, 3.0, -4.0]])])
+    step = session.answer({"ask": "walk", "of": {"tensor": 2, "index": [0, 0]}})
+    assert (session.names[step["tensor"]].name, step["index"]) == ("0", (0, 2))
+
+
 def test_a_walk_of_tokens_ends_at_the_row_that_was_looked_up():
     import torch
 

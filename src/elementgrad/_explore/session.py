@@ -46,8 +46,10 @@ READ_BYTES = 64 << 20
 """Bytes of activations that one run gives."""
 DRIVERS = 20
 STEPS_AT_ONCE = 6
-"""Layers before a target that a walk looks at in one read."""
+"""Layers before a target that a walk looks at first."""
 MODEL_KINDS = ("parameter", "buffer")
+Step = tuple[Element, Any, list[Element]]
+"""A driver, its gradient, and the elements that were stepped over on the way to it."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Session:
             self.model, self.backend = model, call.backend
             self.names: Sequence[Name] = eg.names(model, *self.args, kwargs=self.kwargs)
         self._kept = Kept(KEEP_BYTES)
+        self._last_step: tuple[tuple[Element, Edits], Step] | None = None
         outputs = [row for row in self.names if row.kind == "output"]
         inputs = [row for row in self.names if row.kind == "input"]
         self._output = next(iter([*filter(_has_slopes, outputs), *outputs, self.names[-1]]))
@@ -169,6 +172,7 @@ class Session:
     def close(self) -> None:
         """Forget all that was read."""
         self._kept.clear()
+        self._last_step = None
 
     # Questions
 
@@ -305,7 +309,7 @@ class Session:
                 "gradient": plain_number(gradient[index]),
                 "value": plain_number(values[index]),
             }
-            for index in rank(gradient, DRIVERS)
+            for index in rank(gradient, values, DRIVERS)
         ]
         nonzero = int(np.count_nonzero(gradient))
         narrow, narrow_values = is_narrow(gradient), is_narrow(values)
@@ -436,26 +440,32 @@ class Session:
             self._kept.put(key, array)
         return array
 
-    def _step_back(self, of: Element, edits: Edits) -> tuple[Element, Any, list[Element]]:
+    def _step_back(self, of: Element, edits: Edits) -> Step:
         """Return the strongest driver of an element in the nearest layer before it, its gradient, and what is passed.
 
         Before the first layer are the inputs, or where no input has gradients, as with tokens, the parameters.
         """
+        if self._last_step is not None and self._last_step[0] == (of, edits):
+            return self._last_step[1]  # it was read for the source of the step before
         passed: list[Element] = []
-        candidates = self._candidates_before(of.tensor)
-        for first in range(0, len(candidates), STEPS_AT_ONCE):
-            group = candidates[first : first + STEPS_AT_ONCE]
+        candidates, count = self._candidates_before(of.tensor), STEPS_AT_ONCE
+        while candidates:
+            # What is near is read at the cost of a few layers; if none of it will do, the rest takes few reads.
+            group, candidates, count = candidates[:count], candidates[count:], 8 * count
             places = [self._place(tensor) for tensor in group]
             slopes = self._call(eg.grad, edits, of=self._place(of), wrt=places, unconnected="zero")
-            for tensor, gradient in zip(group, map(self._to_numpy, slopes), strict=True):
-                best = rank(gradient, 1)
-                if not best:
-                    continue
-                driver, slope = Element(tensor, best[0]), gradient[best[0]]
+            gradients = {tensor: self._to_numpy(each) for tensor, each in zip(group, slopes, strict=True)}
+            driving = [tensor for tensor in group if gradients[tensor].any()]
+            self._load_values(driving, edits)
+            for tensor in driving:
+                gradient = gradients[tensor]
+                best = rank(gradient, self._values(tensor, edits), 1)[0]
+                driver, slope = Element(tensor, best), gradient[best]
                 # One number that goes through unchanged is no step; x + 1 has a gradient of 1 as well, and is one.
                 hands_on = slope == 1 and np.count_nonzero(gradient) == 1
                 hands_on = hands_on and self._element_value(driver, edits) == self._element_value(of, edits)
                 if not hands_on or self._row(tensor).kind != "activation":
+                    self._last_step = (of, edits), (driver, slope, passed)
                     return driver, slope, passed
                 passed.append(driver)
         raise PlaceError(f"nothing before {self._text(of)} has a gradient that is not zero")
