@@ -157,6 +157,21 @@ def test_the_report_is_the_one_that_exists(explored):
     assert "output[0, 3]" in answer["html"]
 
 
+def test_the_report_of_a_batch_has_the_tokens_of_the_targets_example(monkeypatch):
+    import torch
+
+    given, report = [], eg.report
+    monkeypatch.setattr(eg, "report", lambda *args, **options: (given.append(options), report(*args, **options)))
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3))
+    texts = [["a", "bee"], ["the", "cow"]]
+    session = Session(net, [torch.tensor([[1, 2], [3, 4]])], tokens=texts)
+    for example in (0, 1):
+        of = {"tensor": [row.kind for row in session.names].index("output"), "index": [example, 1, 0]}
+        answer = session.answer({"ask": "report", "tensor": session.start()["source"], "of": of})
+        assert answer["html"].startswith("<!doctype html>")
+        assert (given[-1]["tokens"], str(given[-1]["wrt"])) == (texts[example], f"0[{example}]")
+
+
 def test_thumbnails_have_numbers_in_steps(explored):
     tensors = list(range(len(explored.names)))
     pictures = explored.ask("thumbnails", tensors=tensors, index=[1])["thumbnails"]
