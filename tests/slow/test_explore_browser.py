@@ -362,6 +362,7 @@ def test_the_breadcrumb_has_the_layers_that_a_walk_steps_over(opened):
     go_to(page, "output[0, 1]")
     walk(page)
     assert page.locator(".eg-passed").all_text_contents() == ["via head"]
+    assert page.get_by_text("output[0, 1] is the same number as head[0, 1]; the walk went on").is_visible()
     assert page.locator(".eg-question code").text_content().startswith("flat[0, ")
     page.locator(".eg-passed button").click()
     page.wait_for_function("() => document.querySelector('.eg-hand-title').textContent === 'head'")

@@ -1010,9 +1010,9 @@ class App {
     ]);
     if (shown.length > 8) items.unshift(make("li", {}, `${shown.length - 8} earlier`));
     this.swap(this.crumbs, ...items);
-    const { passed } = this.history[this.position], names = passed.map((element) => this.row(element.tensor).name);
+    const { passed } = this.history[this.position];
     this.passedNote.hidden = !passed.length;
-    this.passedNote.textContent = `The walk stepped over ${names.join(", ")}, through which the number goes unchanged.`;
+    if (passed.length) this.passedNote.textContent = `${this.elementText(this.history[this.position - 1].view.target)} is the same number as ${passed.map((element) => this.elementText(element)).join(" and ")}; the walk went on from there.`;
   }
 
   // Choose an element of the source: its number, shares, and why it is zero or missing.
