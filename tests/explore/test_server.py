@@ -92,7 +92,13 @@ REFUSED = {
     "a path outside": (lambda client: {"path": "/../../etc/passwd" + client.path[1:]}, 404),
     "a path in code": (lambda client: {"path": "/%2e%2e/%2e%2e/etc/passwd" + client.path[1:]}, 404),
     "a file of ours": (lambda client: {"path": "/page.js" + client.path[1:]}, 404),
+    "an address elsewhere": (
+        lambda client: {"path": f"http://evil.example{client.path}", "Host": f"127.0.0.1:{client.port}"},
+        404,
+    ),
     "another method": ({"method": "DELETE"}, 405),
+    "an unknown method": ({"method": "BREW"}, 405),
+    "an unknown method without a token": ({"method": "BREW", "path": "/"}, 403),
     "a preflight": ({"method": "OPTIONS", "Origin": "http://evil.example"}, 403),
     "a form": ({"method": "POST", "body": "ask=view", "Content_Type": "application/x-www-form-urlencoded"}, 415),
     "no JSON": ({"method": "POST", "body": "{", "Content_Type": "application/json"}, 400),
@@ -136,6 +142,16 @@ def test_a_log_line_is_one_line_whatever_is_asked(client, caplog):
     with caplog.at_level(logging.WARNING, "elementgrad.explore"):
         client.send(path="/%0d%0aforged%20line" + client.path[1:])
     assert "\n" not in caplog.text.rstrip("\n")
+
+
+def test_a_second_origin_is_looked_at_as_well(client):
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=20)
+    connection.putrequest("GET", client.path)
+    connection.putheader("Origin", f"http://127.0.0.1:{client.port}")
+    connection.putheader("Origin", "http://evil.example")
+    connection.endheaders()
+    assert connection.getresponse().status == 403
+    connection.close()
 
 
 def test_localhost_is_this_machine(client):

@@ -114,7 +114,7 @@ def test_a_walk_follows_the_strongest_driver_layer_by_layer(explored):
         passed.append(explored.names[step["tensor"]])
         assert step["source"] < step["tensor"]
         target = {"tensor": step["tensor"], "index": step["index"]}
-    layers = ["flat", "tanh", "conv2"] if "flat" in explored.names else ["tanh", "conv2", "relu"]
+    layers = ["flat", "conv2", "relu"] if "flat" in explored.names else ["tanh", "conv2", "relu"]
     assert passed == layers
 
 
@@ -155,6 +155,21 @@ def test_the_report_is_the_one_that_exists(explored):
     answer = explored.ask("report", tensor=0, of=explored.target("output", 0, 3))
     assert answer["html"].startswith("<!doctype html>")
     assert "output[0, 3]" in answer["html"]
+
+
+def test_the_report_of_a_batch_has_the_tokens_of_the_targets_example(monkeypatch):
+    import torch
+
+    given, report = [], eg.report
+    monkeypatch.setattr(eg, "report", lambda *args, **options: (given.append(options), report(*args, **options)))
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3))
+    texts = [["a", "bee"], ["the", "cow"]]
+    session = Session(net, [torch.tensor([[1, 2], [3, 4]])], tokens=texts)
+    for example in (0, 1):
+        of = {"tensor": [row.kind for row in session.names].index("output"), "index": [example, 1, 0]}
+        answer = session.answer({"ask": "report", "tensor": session.start()["source"], "of": of})
+        assert answer["html"].startswith("<!doctype html>")
+        assert (given[-1]["tokens"], str(given[-1]["wrt"])) == (texts[example], f"0[{example}]")
 
 
 def test_thumbnails_have_numbers_in_steps(explored):
@@ -320,6 +335,56 @@ def test_a_walk_names_the_layers_that_it_steps_over():
         walked.append((names[step["tensor"]], [names[passed["tensor"]] for passed in step["passed"]]))
         target = {"tensor": step["tensor"], "index": list(step["index"])}
     assert walked == [("0", ["1"]), ("0.0", ["0.1"])]
+
+
+def test_a_walk_lands_where_the_number_changes():
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.drop, self.flat = torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Flatten(0)
+            self.shift, self.scale = torch.nn.Module(), torch.nn.Linear(4, 2)
+            self.shift.forward = lambda x: x + 1  # its gradient is 1, and it is a step nevertheless
+
+        def forward(self, x):
+            return self.scale(self.shift(self.flat(self.drop(self.first(x)))))
+
+    torch.manual_seed(0)
+    session = Session(Net().eval(), [torch.rand(1, 3)])
+    names = [row.name for row in session.names]
+    target, walked = {"tensor": names.index("output"), "index": [1]}, []
+    for _ in range(3):
+        step = session.answer({"ask": "walk", "of": target})
+        target = {"tensor": step["tensor"], "index": list(step["index"])}
+        walked.append((names[step["tensor"]], [names[passed["tensor"]] for passed in step["passed"]]))
+    assert walked == [("shift", ["scale"]), ("flat", []), ("x", ["drop", "first"])]
+    assert "nothing comes before it" in session.answer({"ask": "walk", "of": target})["error"]
+
+
+def test_of_equal_drivers_a_walk_takes_the_largest_value():
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.AvgPool1d(4))
+    session = Session(net, [torch.tensor([[-1.0, 2.0, 3.0, -4.0]])])
+    step = session.answer({"ask": "walk", "of": {"tensor": 2, "index": [0, 0]}})
+    assert (session.names[step["tensor"]].name, step["index"]) == ("0", (0, 2))
+
+
+def test_a_walk_of_tokens_ends_at_the_row_that_was_looked_up():
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2))
+    session = Session(net, [torch.tensor([[5, 2]])])
+    names = [row.name for row in session.names]
+    target = {"tensor": names.index("output"), "index": [0, 1, 0]}
+    for name in ("0", "0.weight"):
+        step = session.answer({"ask": "walk", "of": target})
+        assert names[step["tensor"]] == name
+        assert names[step["source"]] == "0.weight"
+        target = {"tensor": step["tensor"], "index": list(step["index"])}
+    assert target["index"][0] == 2
 
 
 def test_slow_questions_wait_until_no_other_does():

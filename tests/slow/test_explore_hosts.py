@@ -7,11 +7,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 import elementgrad as eg
 from tests.slow.test_report_browser import CHROMIUM
@@ -97,31 +98,73 @@ def test_a_notebook_shows_the_widget_and_its_kernel_answers(tmp_path):
     assert notebook.cells[1].outputs[0]["text"] == "7 True 'shell' is no question 2\n"
 
 
+class Notebook:
+    """A notebook that has run one cell, and whose kernel goes on answering its widget."""
+
+    def __init__(self, folder, cell):
+        nbformat = pytest.importorskip("nbformat", reason="a notebook is run by nbclient and ipykernel")
+        nbclient = pytest.importorskip("nbclient", reason="a notebook is run by nbclient and ipykernel")
+        pytest.importorskip("ipykernel", reason="a notebook is run by nbclient and ipykernel")
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+        runner = nbclient.NotebookClient(
+            notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        )
+        self._stack = ExitStack()
+        self._stack.enter_context(runner.setup_kernel())
+        runner.execute_cell(notebook.cells[0], 0)
+        shown = notebook.cells[0].outputs[-1]["data"]["application/vnd.jupyter.widget-view+json"]
+        self._comm = shown["model_id"]
+        self.state = runner.widget_state[self._comm]
+        self._client = runner.km.blocking_client()
+        self._client.start_channels()
+        self._stack.callback(self._client.stop_channels)
+
+    def send(self, content):
+        """Send a message to the widget, as the front end of a notebook does; return the widget's messages."""
+        data = {"comm_id": self._comm, "data": {"method": "custom", "content": content}}
+        message = self._client.session.msg("comm_msg", data)
+        self._client.shell_channel.send(message)
+        answers = []
+        while True:
+            heard = self._client.get_iopub_msg(timeout=300)
+            if heard["parent_header"].get("msg_id") != message["header"]["msg_id"]:
+                continue
+            if heard["msg_type"] == "comm_msg" and heard["content"]["data"].get("method") == "custom":
+                answers.append(heard["content"]["data"]["content"])
+            if heard["msg_type"] == "status" and heard["content"]["execution_state"] == "idle":
+                return answers
+
+    def close(self):
+        self._stack.close()
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-def test_the_widgets_front_end_runs_in_a_page_as_anywidget_drives_it(browser):
-    """anywidget gives `render` a model with get, on and send; a page does so here, with the real widget behind it."""
+def test_a_widget_of_a_running_notebook_works_in_a_page(browser, tmp_path):
+    """The state of the widget is what the kernel has sent, and the page gives `render` what anywidget gives it."""
     pytest.importorskip("anywidget", reason="the widget is anywidget's")
-    from elementgrad._explore.session import Session
-    from elementgrad._explore.widget import make_widget
+    # The page's driver has an event loop in this thread, so that the notebook has a thread of its own.
+    with ThreadPoolExecutor(1) as thread:
+        notebook = thread.submit(
+            Notebook, tmp_path, f"{NET}\nimport elementgrad as eg\nexplorer = eg.explore(net, x)\nexplorer"
+        ).result()
+        page = browser.new_page()
+        try:
+            check_widget(page, notebook.state, lambda content: thread.submit(notebook.send, content).result())
+        finally:
+            page.close()
+            thread.submit(notebook.close).result()
 
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    x = torch.rand(1, 3)
-    widget = make_widget(Session(net, [x]))
-    answers, complaints = [], []
-    widget.send = lambda content, buffers=None: answers.append(content)
 
-    def handle(content):
-        widget._handle_custom_msg(content, [])
-        return answers.pop()
-
-    page = browser.new_page()
+def check_widget(page, state, send):
+    names = {}
+    exec(NET, names)
+    net, x, complaints = names["net"], names["x"], []
     page.set_default_timeout(60_000)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text))
-    page.expose_function("kernel", handle)
+    page.expose_function("kernel", send)
     page.set_content("<div id='cell'></div>")
-    page.add_style_tag(content=widget._css)
+    page.add_style_tag(content=state["_css"])
     script = """async ([source, start]) => {
       const module = await import(URL.createObjectURL(new Blob([source], { type: 'text/javascript' })));
       const listeners = [];
@@ -129,13 +172,12 @@ def test_the_widgets_front_end_runs_in_a_page_as_anywidget_drives_it(browser):
         get: (name) => name === 'start' ? start : undefined,
         on: (name, listener) => { if (name === 'msg:custom') listeners.push(listener); },
         send: async (content) => {
-          const answer = await window.kernel(content);
-          listeners.forEach((listener) => listener(answer));
+          for (const answer of await window.kernel(content)) listeners.forEach((listener) => listener(answer));
         },
       };
       await module.default.render({ model, el: document.getElementById('cell') });
     }"""
-    page.evaluate(script, [widget._esm, json.loads(json.dumps(widget.start))])
+    page.evaluate(script, [state["_esm"], state["start"]])
     page.locator(".eg-drivers table").wait_for()
     target = page.locator(".eg-question code").text_content()
     gradient = eg.grad(net, x, of=target, wrt="input").numpy()
@@ -144,6 +186,10 @@ def test_the_widgets_front_end_runs_in_a_page_as_anywidget_drives_it(browser):
         assert gradient[tuple(eg.Place.parse(element).index)] == np.float32(slope)
     page.locator(".eg-drivers tbody button").first.click()
     page.locator(".eg-shares table").wait_for()
-    page.close()
-    widget.close()
+    assert page.locator(".eg-code").text_content().startswith("eg.grad(net, x, of=")
+    page.get_by_role("button", name="Walk back").click()
+    page.wait_for_function("target => document.querySelector('.eg-question code').textContent !== target", arg=target)
+    walked = page.locator(".eg-question code").text_content()
+    slopes = eg.grad(net, x, of=target, wrt=eg.Place.parse(walked).name).numpy()
+    assert abs(slopes[tuple(eg.Place.parse(walked).index)]) == abs(slopes).max()
     assert complaints == []

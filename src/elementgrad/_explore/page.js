@@ -28,7 +28,11 @@ const show = (value, narrow) => {
   return String(Number(value.toPrecision(9)));
 };
 const brief = (value) => (typeof value === "number" ? String(Number(value.toPrecision(3))) : value);
-const bytes = (text) => Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0)).buffer;
+const bytes = (text) => {  // a loop, since a picture of 224 x 224 has more than a megabyte
+  const signs = atob(text), array = new Uint8Array(signs.length);
+  for (let at = 0; at < signs.length; at += 1) array[at] = signs.charCodeAt(at);
+  return array.buffer;
+};
 const decode = (text, narrow) => (narrow ? new Float32Array(bytes(text)) : new Float64Array(bytes(text)));
 const sameIndex = (left, right) => !!left && !!right && left.length === right.length && left.every((n, i) => n === right[i]);
 const sameElement = (left, right) => !!left && !!right && left.tensor === right.tensor && sameIndex(left.index, right.index);
@@ -49,7 +53,7 @@ const KEYS = [
   ["/", "search the names"], ["Arrow keys", "move in the tree or in a picture"], ["Enter", "choose the element or name"],
   ["+  −  0", "zoom a picture in, out, and back"], ["Page Up, Page Down", "other channels of a picture"],
   ["Shift + arrows", "move a zoomed picture"], ["s", "take the tensor in the middle as the source"],
-  ["t", "make the chosen source element the target"], ["w", "walk: follow the strongest driver one layer back"],
+  ["t", "make the chosen source element the target"], ["w", "walk back to the strongest driver in the layer before"],
   ["[  ]", "back and forward"], [",  .", "previous and next example"], ["e", "explain"], ["c", "copy as code"],
   ["r", "download the report"], ["Esc", "cancel a read, or close this"],
 ];
@@ -137,12 +141,11 @@ class Picture {
   // Of a picture of several channels, the channel with the largest gradient at a pixel.
   strongest(cell) {
     if (!this.composite || !this.gradient) return cell;
-    let best = cell;
-    for (let t = 0; t < this.size.tiles; t += 1) {
-      const other = { ...cell, t };
-      if (Math.abs(this.gradient[this.at(other)]) > Math.abs(this.gradient[this.at(best)])) best = other;
-    }
-    return best;
+    const { rows, columns } = this.size, first = cell.r * columns + cell.c;
+    const size = (t) => { const slope = Math.abs(this.gradient[t * rows * columns + first]); return Number.isNaN(slope) ? Infinity : slope; };
+    let best = cell.t;
+    for (let t = 0; t < this.size.tiles; t += 1) if (size(t) > size(best)) best = t;
+    return best === cell.t ? cell : { ...cell, t: best };
   }
 
   resize() {
@@ -356,7 +359,8 @@ class Picture {
   zoom(direction) {
     if (!this.data) return;
     const { window } = this.data, { tile, row, column } = this.row.layout, { shape } = this.row;
-    const index = this.cursor ? this.indexOf(this.cursor) : this.cellOf(this.marked) ? this.marked : null;
+    const middle = this.field && this.gradient ? this.field.map(([start, stop]) => (start + stop - 1) >> 1) : null;
+    const index = this.cursor ? this.indexOf(this.cursor) : this.cellOf(this.marked) ? this.marked : middle;
     const several = window.tiles[1] - window.tiles[0] > 1 && !this.composite;
     if (direction === 0) return this.ask({ tiles: undefined, rows: undefined, columns: undefined });
     if (direction > 0 && several) {
@@ -367,8 +371,8 @@ class Picture {
     const change = (axis, [start, stop]) => {
       if (axis === null) return undefined;
       const size = limit(direction > 0 ? Math.ceil((stop - start) / 2) : 2 * (stop - start), Math.min(2, shape[axis]), shape[axis]);
-      const middle = direction > 0 && index ? index[axis] : (start + stop) / 2;
-      const first = limit(Math.round(middle - size / 2), 0, shape[axis] - size);
+      const centre = direction > 0 && index ? index[axis] : (start + stop) / 2;
+      const first = limit(Math.round(centre - size / 2), 0, shape[axis] - size);
       return size === shape[axis] ? undefined : [first, first + size];
     };
     return this.ask({ rows: change(row, window.rows), columns: change(column, window.columns) });
@@ -798,6 +802,7 @@ class App {
     this.sourceSelect = make("select", { "aria-label": "Source", onchange: () => this.setSource(Number(this.sourceSelect.value)) });
     this.start.names.forEach((row, tensor) => { if (row.floating) this.sourceSelect.append(make("option", { value: tensor }, `${this.text(row)}  ${times(row.shape)}`)); });
     this.crumbs = make("ol", { className: "eg-crumbs", "aria-label": "Targets so far" });
+    this.passedNote = make("p", { className: "eg-notes", hidden: true });
     this.backButton = button("Back", "[", () => this.travel(-1));
     this.forwardButton = button("Forward", "]", () => this.travel(1));
     this.question = make("h2", { className: "eg-question" });
@@ -825,7 +830,7 @@ class App {
       make("div", { className: "eg-actions" }, button("Use as source", "s", () => this.setSource(this.state.hand)), button("Copy as code", "", () => this.copy(true))), this.hand.element,
       make("p", { className: "eg-hint" }, "Click an element to make it the target."));
     const right = this.right = make("aside", { className: "eg-answer", "aria-label": "The answer" },
-      make("div", { className: "eg-trail" }, this.backButton, this.forwardButton, this.crumbs), this.question,
+      make("div", { className: "eg-trail" }, this.backButton, this.forwardButton, this.crumbs), this.passedNote, this.question,
       make("label", { className: "eg-source-choice" }, make("span", {}, "by the source "), this.sourceSelect),
       make("div", { className: "eg-actions" }, button("Walk back", "w", () => this.walk()), button("Copy as code", "c", () => this.copy()), button("Download report", "r", () => this.report()), button("Explain", "e", () => this.explain())),
       this.missing, this.answer.element, make("pre", { className: "eg-code", tabIndex: 0, "aria-label": "The same as code" }, this.code), this.elementBox, this.drivers);
@@ -1000,11 +1005,14 @@ class App {
     this.forwardButton.disabled = this.position >= this.history.length - 1;
     const shown = this.history.map((entry, at) => ({ ...entry, at })).filter(({ view, at }) => at === 0 || at === this.position || !sameElement(view.target, this.history[at - 1].view.target));
     const items = shown.slice(-8).flatMap(({ view, passed, at }) => [
-      ...passed.map((element) => make("li", { className: "eg-passed" }, make("button", { type: "button", className: "eg-link", title: `${this.elementText(element)} is handed on as it is: look at it`, onclick: () => this.look(element) }, `via ${this.row(element.tensor).name}`))),
+      ...passed.map((element) => make("li", { className: "eg-passed" }, make("button", { type: "button", className: "eg-link", title: `${this.elementText(element)} is the same number: look at it`, onclick: () => this.look(element) }, `via ${this.row(element.tensor).name}`))),
       make("li", {}, make("button", { type: "button", className: "eg-link", "aria-current": at === this.position ? "step" : null, onclick: () => this.goTo(at) }, this.elementText(view.target))),
     ]);
     if (shown.length > 8) items.unshift(make("li", {}, `${shown.length - 8} earlier`));
     this.swap(this.crumbs, ...items);
+    const { passed } = this.history[this.position];
+    this.passedNote.hidden = !passed.length;
+    if (passed.length) this.passedNote.textContent = `${this.elementText(this.history[this.position - 1].view.target)} is the same number as ${passed.map((element) => this.elementText(element)).join(" and ")}; the walk went on from there.`;
   }
 
   // Choose an element of the source: its number, shares, and why it is zero or missing.

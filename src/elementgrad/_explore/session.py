@@ -1,17 +1,13 @@
 """`Session`: a model with its arguments, and the answers to the questions of pages about it.
 
-Every number comes from a public verb, called as the copied code calls it. Values and gradients are kept for a while,
-so that zooming, hovering and ranking read nothing again.
+It has a method for each question. Where the numbers come from is in `tensors.py`.
 """
 
-import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,77 +17,26 @@ import numpy as np
 import elementgrad as eg
 from elementgrad import __version__
 from elementgrad._cleanup import with_cleanup
-from elementgrad._explore.messages import Edits, Element, Message, MessageError, parse_message
+from elementgrad._explore.messages import Element, Message, parse_message
 from elementgrad._explore.spelling import Spelling
+from elementgrad._explore.tensors import Tensors
 from elementgrad._explore.views import (
     Layout,
     View,
     ViewWindow,
-    describe_scale,
     is_narrow,
     plain_number,
     rank,
     thumbnail,
 )
-from elementgrad._names.call import BoundCall
+from elementgrad._explore.walk import Walker
 from elementgrad._names.names import FLOATING, Name
 from elementgrad._place.place import Place
 from elementgrad._show.theme import THEMES
 from elementgrad._show.values import has_channels_last
 from elementgrad.errors import DtypeError, ElementgradError, OptionError, PlaceError, UnconnectedError, shortened
 
-KEEP_BYTES = 256 << 20
-"""Bytes of values and gradients that are kept."""
-READ_BYTES = 64 << 20
-"""Bytes of activations that one run gives."""
 DRIVERS = 20
-STEPS_AT_ONCE = 6
-"""Layers before a target that a walk looks at in one read."""
-MODEL_KINDS = ("parameter", "buffer")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error of the user's model or of a question, for a page: one sentence."""
-
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Failure":
-        text = str(error).strip() or type(error).__name__
-        if isinstance(error, ElementgradError):
-            return cls(shortened(text, 2000))
-        return cls(shortened(f"{type(error).__name__}: {text}", 2000))
-
-
-class Kept:
-    """Arrays by key, of which the oldest go when there are too many bytes, and their scales."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._arrays: OrderedDict[Any, np.ndarray] = OrderedDict()
-        self._scales: dict[Any, dict[str, Any]] = {}
-
-    def get(self, key: Any) -> np.ndarray | None:
-        if key in self._arrays:
-            self._arrays.move_to_end(key)
-        return self._arrays.get(key)
-
-    def put(self, key: Any, array: np.ndarray) -> None:
-        self._arrays[key] = array
-        while len(self._arrays) > 1 and sum(array.nbytes for array in self._arrays.values()) > self._limit:
-            oldest, _ = self._arrays.popitem(last=False)
-            self._scales.pop(oldest, None)
-
-    def describe(self, key: Any) -> dict[str, Any]:
-        """Return the scale of an array that is kept; of a large one it takes a while, and zooming asks again."""
-        if key not in self._scales:
-            self._scales[key] = describe_scale(self._arrays[key])
-        return self._scales[key]
-
-    def clear(self) -> None:
-        self._arrays.clear()
-        self._scales.clear()
 
 
 class Session:
@@ -129,18 +74,13 @@ class Session:
         self.surround = surround
         self.spelling = spelling or Spelling.of(None, model, args, kwargs or {})
         with surround():
-            call = BoundCall(model, args, kwargs or {})
-            # Arrays become tensors once, so that each input is one of the arguments itself, or inside one.
-            self.args, self.kwargs = call.replace_inputs({ref.name: ref.tensor for ref in call.inputs})
-            self.model, self.backend = model, call.backend
-            self.names: Sequence[Name] = eg.names(model, *self.args, kwargs=self.kwargs)
-        self._kept = Kept(KEEP_BYTES)
-        outputs = [row for row in self.names if row.kind == "output"]
+            self.tensors = Tensors(model, args, kwargs or {})
+        self.names, self.backend = self.tensors.names, self.tensors.backend
+        self._walker = Walker(self.tensors)
         inputs = [row for row in self.names if row.kind == "input"]
-        self._output = next(iter([*filter(_has_slopes, outputs), *outputs, self.names[-1]]))
         self.tokens, count = _check_tokens(tokens)
-        self.examples = self._count_examples(inputs, outputs, count)
-        data = [self.names[tensor] for tensor in self._positions]
+        self.examples = self._count_examples(inputs, count)
+        data = [self.names[tensor] for tensor in self.tensors.positions]
         last = any(len(row.shape) > 2 and has_channels_last(row.shape, None, self.backend.name) for row in data)
         self.layouts = [
             # What is inside of an argument is a parameter, as functions of JAX take them.
@@ -153,7 +93,7 @@ class Session:
 
     @property
     def title(self) -> str:
-        name = getattr(self.model, "__name__", None) or type(self.model).__name__
+        name = getattr(self.tensors.model, "__name__", None) or type(self.tensors.model).__name__
         return f"{self.spelling.function} ({name})" if self.spelling.function != name else str(name)
 
     @with_cleanup  # or the verbs that it calls would not see the context
@@ -164,11 +104,12 @@ class Session:
             with self.surround():
                 return ANSWERS[parsed.ask](self, parsed)
         except Exception as error:  # whatever the user's model raises is shown to the user
-            return {"error": Failure.of(error).text}
+            return {"error": describe_error(error)}
 
     def close(self) -> None:
         """Forget all that was read."""
-        self._kept.clear()
+        self.tensors.forget()
+        self._walker.forget()
 
     # Questions
 
@@ -181,7 +122,7 @@ class Session:
                 "shape": row.shape,
                 "dtype": row.dtype,
                 "floating": row.dtype.startswith(FLOATING[:2]),
-                "editable": self._position_of(tensor) is not None and row.dtype.startswith(FLOATING[:2]),
+                "editable": self.tensors.position_of(tensor) is not None and row.dtype.startswith(FLOATING[:2]),
                 "layout": layout.to_dict(row.shape),
                 "labels": tensor in self.labels,
             }
@@ -192,8 +133,8 @@ class Session:
             "framework": self.backend.name,
             "version": __version__,
             "names": rows,
-            "source": self._default_source,
-            "output": list(self.names).index(self._output),
+            "source": self.tensors.default_source,
+            "output": list(self.names).index(self.tensors.output),
             "examples": self.examples or 0,
             "exampleLabels": self.example_labels,
             "labels": next(iter(self.labels.values()), []),
@@ -205,12 +146,12 @@ class Session:
     def thumbnails(self, message: Message) -> dict[str, Any]:
         """Return small pictures of tensors, by their numbers."""
         for tensor in message.tensors:
-            self._row(tensor)
-        self._load_values(message.tensors, message.edits)
+            self.tensors.row(tensor)
+        self.tensors.load_values(message.tensors, message.edits)
         pictures = {}
         for tensor in message.tensors:
             try:
-                values = self._values(tensor, message.edits)
+                values = self.tensors.values(tensor, message.edits)
             except ElementgradError:
                 continue  # such as complex numbers, which have no picture
             if values.size:
@@ -221,35 +162,35 @@ class Session:
     def view(self, message: Message) -> dict[str, Any]:
         """Return the cells of a tensor that are in sight; with `of`, its gradient as well."""
         tensor = _given(message.tensor)
-        row = self._row(tensor)
-        values = self._values(tensor, message.edits)
+        row = self.tensors.row(tensor)
+        values = self.tensors.values(tensor, message.edits)
         if not values.size:
             raise OptionError(f"{row.name} of shape {row.shape} has no elements, so there is nothing to draw")
-        result: dict[str, Any] = {"tensor": tensor, "scale": self._kept.describe(("value", tensor, message.edits))}
+        result: dict[str, Any] = {"tensor": tensor, "scale": self.tensors.scale_of_values(tensor, message.edits)}
         gradient = None
         if message.of is not None:
             result["of"] = {
                 "tensor": message.of.tensor,
                 "index": message.of.index,
-                "value": plain_number(self._element_value(message.of, message.edits)),
-                "narrow": is_narrow(self._values(message.of.tensor, message.edits)),
-                "text": self._text(message.of),
+                "value": plain_number(self.tensors.element_value(message.of, message.edits)),
+                "narrow": is_narrow(self.tensors.values(message.of.tensor, message.edits)),
+                "text": self.tensors.text(message.of),
             }
             try:
-                gradient = self._gradient(message.of, tensor, message.edits)
-                result["gradientScale"] = self._kept.describe(("gradient", message.of, tensor, message.edits))
+                gradient = self.tensors.gradient(message.of, tensor, message.edits)
+                result["gradientScale"] = self.tensors.scale_of_gradient(message.of, tensor, message.edits)
             except (UnconnectedError, DtypeError) as error:
-                result["missing"] = Failure.of(error).text
+                result["missing"] = describe_error(error)
         layout = self.layouts[tensor]
         window = ViewWindow.of(layout, row.shape, message.index or (), message.tiles, message.rows, message.columns)
         return {**result, **View.of(layout, window, values, gradient).to_dict()}
 
     def shares(self, message: Message) -> dict[str, Any]:
         """Return the number, split by the uses of the source, as `eg.contributions` has them."""
-        of, wrt = _given(message.of), self._element(message)
-        shares = self._call(eg.contributions, message.edits, of=self._place(of), wrt=self._place(wrt))
-        numbers = [self._number(share.value) for share in shares]
-        total = self._number(shares.total)
+        of, wrt = self.tensors.place(_given(message.of)), self.tensors.place(self._element(message))
+        shares = self.tensors.call(eg.contributions, message.edits, of=of, wrt=wrt)
+        numbers = [self.tensors.number(share.value) for share in shares]
+        total = self.tensors.number(shares.total)
         return {
             "shares": [
                 {"operation": share.operation, "where": _user_line(share.where), "value": plain_number(number)}
@@ -262,7 +203,7 @@ class Session:
     def explain(self, message: Message) -> dict[str, Any]:
         """Return the verdict of `eg.explain` on an element, or on the whole source."""
         wrt = self._source_place(message)
-        diagnosis = self._call(eg.explain, message.edits, of=self._place(_given(message.of)), wrt=wrt)
+        diagnosis = self.tensors.call(eg.explain, message.edits, of=self.tensors.place(_given(message.of)), wrt=wrt)
         place = replace(diagnosis, where=_user_line(diagnosis.where)).place
         return {
             "verdict": diagnosis.verdict,
@@ -279,15 +220,16 @@ class Session:
         `eg.field` knows it from the operations alone, where a framework has cones. Elsewhere the numbers have to do.
         """
         of, tensor = _given(message.of), _given(message.tensor)
-        shape = self._row(tensor).shape
+        shape = self.tensors.row(tensor).shape
         try:
-            place = self._call(eg.field, message.edits, of=self._place(of), wrt=self._place(tensor))
+            places = {"of": self.tensors.place(of), "wrt": self.tensors.place(tensor)}
+            place = self.tensors.call(eg.field, message.edits, **places)
             ends = [span.indices(size)[:2] for span, size in zip(_slices(place), shape, strict=True)]
             return {"field": ends if all(stop > start for start, stop in ends) else None, "exact": True}
         except (ElementgradError, NotImplementedError):
             pass
         try:
-            where = np.nonzero(self._gradient(of, tensor, message.edits))
+            where = np.nonzero(self.tensors.gradient(of, tensor, message.edits))
         except (UnconnectedError, DtypeError):
             return {"field": None, "exact": False}
         found = bool(where) and len(where[0]) > 0
@@ -296,16 +238,16 @@ class Session:
     def drivers(self, message: Message) -> dict[str, Any]:
         """Return the elements of the source with the largest gradients in size."""
         tensor = _given(message.tensor)
-        gradient = self._gradient(_given(message.of), tensor, message.edits)
-        values = self._values(tensor, message.edits)
+        gradient = self.tensors.gradient(_given(message.of), tensor, message.edits)
+        values = self.tensors.values(tensor, message.edits)
         rows = [
             {
                 "index": index,
-                "text": self._text(Element(tensor, index)),
+                "text": self.tensors.text(Element(tensor, index)),
                 "gradient": plain_number(gradient[index]),
                 "value": plain_number(values[index]),
             }
-            for index in rank(gradient, DRIVERS)
+            for index in rank(gradient, values, DRIVERS)
         ]
         nonzero = int(np.count_nonzero(gradient))
         narrow, narrow_values = is_narrow(gradient), is_narrow(values)
@@ -320,25 +262,16 @@ class Session:
     def walk(self, message: Message) -> dict[str, Any]:
         """Return the strongest driver of the target in the layer before it, and the layer before that one.
 
-        Layers that only hand the element on, as a container does with the result of its last layer, are stepped over;
-        they are in `passed`, the nearest to the target first.
+        Layers that only hand the number on, as a reshape or a dropout in evaluation does, are stepped over; their
+        elements are in `passed`, the nearest to the target first.
         """
-        of = _given(message.of)
-        source, gradient, passed = self._layer_before(of, message.edits)
-        best = rank(gradient, 1)
-        if not best:
-            raise PlaceError(f"nothing before {self._text(of)} has a gradient that is not zero")
-        step = Element(source, best[0])
-        try:
-            following = self._layer_before(step, message.edits)[0]
-        except PlaceError:
-            following = self._default_source
+        step, slope, passed = self._walker.step_back(_given(message.of), message.edits)
         return {
-            "tensor": source,
+            "tensor": step.tensor,
             "index": step.index,
-            "source": following,
-            "value": plain_number(gradient[best[0]]),
-            "passed": [{"tensor": tensor, "index": of.index} for tensor in passed],
+            "source": self._walker.source_before(step, message.edits),
+            "value": plain_number(slope),
+            "passed": [{"tensor": each.tensor, "index": each.index} for each in passed],
         }
 
     def code(self, message: Message) -> dict[str, Any]:
@@ -346,21 +279,25 @@ class Session:
         edits: dict[Any, list[str]] = {}
         for element, number in message.edits:
             index = ", ".join(map(str, element.index)) or "..."
-            edits.setdefault(self._position_of(element.tensor), []).append(f"[{index}].set({number!r})")
+            edits.setdefault(self.tensors.position_of(element.tensor), []).append(f"[{index}].set({number!r})")
         source = self._source_place(message)
-        places = {"of": source} if message.of is None else {"of": self._place(message.of), "wrt": source}
+        places = {"of": source} if message.of is None else {"of": self.tensors.place(message.of), "wrt": source}
         return {"code": self.spelling.call("value" if message.of is None else "grad", places, edits)}
 
     def report(self, message: Message) -> dict[str, Any]:
         """Return the page that `eg.report` writes."""
-        of, wrt = self._place(_given(message.of)), self._source_place(message)
-        tokens = None
-        if self.tokens and message.index is None and self.layouts[_given(message.tensor)].kind == "tokens":
-            tokens = self.tokens[0]
+        target, layout = _given(message.of), self.layouts[_given(message.tensor)]
+        of, wrt, tokens = self.tensors.place(target), self._source_place(message), None
+        if self.tokens and message.index is None and layout.kind == "tokens":
+            axis = self.layouts[target.tensor].example
+            example = 0 if axis is None else target.index[axis]
+            tokens = self.tokens[example if len(self.tokens) > 1 else 0]
+            if layout.example is not None:
+                wrt = wrt[example]  # the texts are those of one example
         with TemporaryDirectory() as folder:
             path = Path(folder, "report.html")
-            args, kwargs = self._arguments(message.edits)
-            eg.report(path, self.model, *args, kwargs=kwargs, of=of, wrt=wrt, tokens=tokens)
+            args, kwargs = self.tensors.arguments(message.edits)
+            eg.report(path, self.tensors.model, *args, kwargs=kwargs, of=of, wrt=wrt, tokens=tokens)
             return {"html": path.read_text("utf-8"), "file": "report.html"}
 
     def find(self, message: Message) -> dict[str, Any]:
@@ -372,7 +309,7 @@ class Session:
         if not fitting:
             raise PlaceError(f"no tensor is named {place.name!r}")
         tensor = fitting[0]
-        row = self._row(tensor)
+        row = self.tensors.row(tensor)
         if not place.index:
             return {"tensor": tensor, "index": None}
         coordinates = np.asarray(place.select(row.shape).coords()).reshape(-1, len(row.shape))
@@ -380,172 +317,20 @@ class Session:
             raise PlaceError(f"{place} names {len(coordinates)} elements; name one, with an int for each axis")
         return {"tensor": tensor, "index": [int(position) for position in coordinates[0]]}
 
-    # Reads
-
-    def _call(self, verb: Callable[..., Any], edits: Edits, **options: Any) -> Any:
-        args, kwargs = self._arguments(edits)
-        return verb(self.model, *args, kwargs=kwargs, **options)
-
-    def _arguments(self, edits: Edits) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments with some input elements set to other values, in copies."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        for element, number in edits:
-            key = self._position_of(element.tensor)
-            if key is None:
-                raise PlaceError(f"{self._row(element.tensor).name} is no input that can be edited")
-            self._require_element(element)
-            home: Any = args if isinstance(key, int) else kwargs
-            home[key] = eg.at(home[key])[element.index].set(number)
-        return args, kwargs
-
-    def _values(self, tensor: int, edits: Edits) -> np.ndarray:
-        array = self._kept.get(("value", tensor, edits))
-        if array is not None:
-            return array
-        self._load_values([tensor], edits)
-        array = self._kept.get(("value", tensor, edits))
-        if array is None:
-            raise DtypeError(f"{self._row(tensor).name} is of dtype {self._row(tensor).dtype}, which has no picture")
-        return array
-
-    def _load_values(self, tensors: Sequence[int], edits: Edits) -> None:
-        """Read the values of tensors that are not kept, as many in one run as fit."""
-        needed = [tensor for tensor in dict.fromkeys(tensors) if self._kept.get(("value", tensor, edits)) is None]
-        needed = [tensor for tensor in needed if not self._row(tensor).dtype.startswith("complex")]
-        args, kwargs = self._arguments(edits)
-        call = BoundCall(self.model, args, kwargs)
-        chunk: list[int] = []
-        for tensor in needed:
-            row = self._row(tensor)
-            if row.kind in ("input", *MODEL_KINDS):  # known without a run
-                self._keep_value(tensor, edits, call.find_source(self._place(tensor)).tensor)
-                continue
-            chunk.append(tensor)
-            if sum(8 * math.prod(self._row(each).shape) for each in chunk) > READ_BYTES:
-                self._run_for_values(chunk, edits)
-                chunk = []
-        self._run_for_values(chunk, edits)
-
-    def _run_for_values(self, tensors: Sequence[int], edits: Edits) -> None:
-        if tensors:
-            places = [self._place(tensor) for tensor in tensors]
-            for tensor, value in zip(tensors, self._call(eg.value, edits, of=places), strict=True):
-                self._keep_value(tensor, edits, value)
-
-    def _keep_value(self, tensor: int, edits: Edits, value: Any) -> None:
-        self._kept.put(("value", tensor, edits), self._to_numpy(value))
-
-    def _gradient(self, of: Element, tensor: int, edits: Edits) -> np.ndarray:
-        """Return the gradient of an element with respect to a whole tensor, as `eg.grad` gives it."""
-        self._require_element(of)
-        key = "gradient", of, tensor, edits
-        array = self._kept.get(key)
-        if array is None:
-            array = self._to_numpy(self._call(eg.grad, edits, of=self._place(of), wrt=self._place(tensor)))
-            self._kept.put(key, array)
-        return array
-
-    def _layer_before(self, of: Element, edits: Edits) -> tuple[int, np.ndarray, list[int]]:
-        """Return the nearest layer before an element's own that drives it, or the input, its gradient, and the layers
-        between, which hand the element on.
-        """
-        computed = [tensor for tensor, row in enumerate(self.names) if row.kind == "activation" and _has_slopes(row)]
-        row = self._row(of.tensor)
-        if row.kind == "output":
-            before = computed
-        elif row.kind == "activation":
-            before = [tensor for tensor in computed if tensor < of.tensor]
-        else:
-            raise PlaceError(f"{row.name} is of kind {row.kind}, and nothing comes before it")
-        inputs = [tensor for tensor, row in enumerate(self.names) if row.kind == "input" and _has_slopes(row)]
-        default = [tensor for tensor in inputs if tensor == self._default_source]
-        candidates = [*before[::-1], *(default or inputs)]
-        passed: list[int] = []
-        for first in range(0, len(candidates), STEPS_AT_ONCE):
-            group = candidates[first : first + STEPS_AT_ONCE]
-            places = [self._place(tensor) for tensor in group]
-            slopes = self._call(eg.grad, edits, of=self._place(of), wrt=places, unconnected="zero")
-            for tensor, tensor_slopes in zip(group, slopes, strict=True):
-                gradient = self._to_numpy(tensor_slopes)
-                if self._hands_on(of, tensor, gradient):
-                    passed.append(tensor)
-                elif gradient.any():
-                    return tensor, gradient, passed
-        raise PlaceError(f"nothing before {self._text(of)} has a gradient that is not zero")
-
-    def _hands_on(self, of: Element, tensor: int, gradient: np.ndarray) -> bool:
-        """Return True if an element is an element of another tensor, passed on: its gradient is 1 at that one alone."""
-        same = gradient.shape == tuple(self._row(of.tensor).shape)
-        return same and np.count_nonzero(gradient) == 1 and gradient[of.index] == 1
-
     # Names and places
-
-    def _row(self, tensor: int) -> Name:
-        if not 0 <= tensor < len(self.names):
-            raise MessageError(f"there is no tensor {tensor}; there are {len(self.names)}")
-        return self.names[tensor]
-
-    def _require_element(self, element: Element) -> None:
-        shape = self._row(element.tensor).shape
-        fits = len(element.index) == len(shape) and all(
-            0 <= position < size for position, size in zip(element.index, shape, strict=True)
-        )
-        if not fits:
-            raise MessageError(f"{list(element.index)} is no element of a tensor of shape {tuple(shape)}")
 
     def _element(self, message: Message) -> Element:
         element = Element(_given(message.tensor), _given(message.index))
-        self._require_element(element)
+        self.tensors.require_element(element)
         return element
-
-    def _place(self, what: int | Element) -> Place:
-        tensor = what if isinstance(what, int) else what.tensor
-        row = self._row(tensor)
-        same = [other for other in self.names if other.name == row.name]
-        # The name is taken as it is: `eg.at` would parse it, and a module may be called anything.
-        place = Place(None, row.name, kind=row.kind if len(same) > 1 else None)
-        if isinstance(what, int) or not what.index:
-            return place
-        self._require_element(what)
-        return place[what.index]
 
     def _source_place(self, message: Message) -> Place:
         """Return the element that is asked about, or else the whole source."""
-        return self._place(_given(message.tensor) if message.index is None else self._element(message))
+        return self.tensors.place(_given(message.tensor) if message.index is None else self._element(message))
 
-    def _text(self, element: Element) -> str:
-        return str(self._place(element))
-
-    def _position_of(self, tensor: int) -> int | str | None:
-        """Return the position or the keyword of the argument that an input is; None for one inside of an argument."""
-        return self._positions.get(tensor)
-
-    @cached_property
-    def _positions(self) -> dict[int, int | str]:
-        inputs = {ref.name: ref.tensor for ref in BoundCall(self.model, self.args, self.kwargs).inputs}
-        arguments: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
-        return {
-            tensor: key
-            for tensor, row in enumerate(self.names)
-            if row.kind == "input"
-            for key, argument in arguments
-            if argument is inputs.get(row.name)
-        }
-
-    @cached_property
-    def _default_source(self) -> int:
-        """The floating input that goes with the output, or else the first activation that has gradients."""
-        inputs = [tensor for tensor, row in enumerate(self.names) if row.kind == "input" and _has_slopes(row)]
-        direct = [tensor for tensor in inputs if self._position_of(tensor) is not None]
-        matching = [tensor for tensor in inputs if self.names[tensor].shape[:1] == self._output.shape[:1]]
-        computed = [tensor for tensor, row in enumerate(self.names) if row.kind == "activation" and _has_slopes(row)]
-        both = [tensor for tensor in direct if tensor in matching]
-        has_data = not inputs or bool(direct)
-        return [*both, *direct, *(matching if has_data else []), *computed, *inputs, 0][0]
-
-    def _count_examples(self, inputs: Sequence[Name], outputs: Sequence[Name], tokens: int | None) -> int | None:
+    def _count_examples(self, inputs: Sequence[Name], tokens: int | None) -> int | None:
         """Return how many examples there are, if the first axis of an input and of the output counts them."""
-        first = self._output.shape[:1]
+        first = self.tensors.output.shape[:1]
         if not first or (tokens is not None and self.tokens and len(self.tokens) == 1 and first[0] == tokens):
             return None
         paired = [row for row in inputs if len(row.shape) > 1 and row.shape[:1] == first]
@@ -556,7 +341,7 @@ class Session:
         if labels is None:
             return {}, []
         texts = _texts(labels, "labels")
-        if self._output.shape and self._output.shape[-1] == len(texts):
+        if self.tensors.output.shape and self.tensors.output.shape[-1] == len(texts):
             fitting = [
                 tensor
                 for tensor, (row, layout) in enumerate(zip(self.names, self.layouts, strict=True))
@@ -566,26 +351,9 @@ class Session:
         if self.examples == len(texts):
             return {}, texts
         raise OptionError(
-            f"labels= has {len(texts)} texts, and the output has shape {tuple(self._output.shape)}; give one for each "
-            "class, or one for each example"
+            f"labels= has {len(texts)} texts, and the output has shape {tuple(self.tensors.output.shape)}; give one "
+            "for each class, or one for each example"
         )
-
-    # Numbers
-
-    def _to_numpy(self, tensor: Any) -> np.ndarray:
-        kind = self.backend.kind(tensor)
-        # Integers go to JavaScript as float64, in which those up to 2**53 are exact.
-        array = self.backend.to_numpy(tensor) if kind == "f" else self.backend.to_float64(tensor)
-        if array is None:
-            raise DtypeError("these numbers are traced, and cannot be shown")
-        return np.asarray(array)
-
-    def _number(self, tensor: Any) -> Any:
-        return self._to_numpy(tensor).reshape(-1)[0]
-
-    def _element_value(self, element: Element, edits: Edits) -> Any:
-        self._require_element(element)
-        return self._values(element.tensor, edits)[element.index]
 
 
 ANSWERS: dict[str, Callable[[Session, Message], dict[str, Any]]] = {
@@ -603,6 +371,12 @@ ANSWERS: dict[str, Callable[[Session, Message], dict[str, Any]]] = {
 }
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error of the user's model or of a question in one sentence."""
+    text = str(error).strip() or type(error).__name__
+    return shortened(text if isinstance(error, ElementgradError) else f"{type(error).__name__}: {text}", 2000)
+
+
 def _given(value: Any) -> Any:
     """Return a field that the question needs, which `parse_message` has checked."""
     assert value is not None
@@ -612,10 +386,6 @@ def _given(value: Any) -> Any:
 def _user_line(where: str | None) -> str | None:
     """Return a line of the user's; None for the start of our own thread, where a model has no line of its own."""
     return None if where is None or where.startswith(f"{os.path.basename(threading.__file__)}:") else where
-
-
-def _has_slopes(row: Name) -> bool:
-    return row.dtype.startswith(FLOATING[:2])
 
 
 def _slices(place: Place) -> list[slice]:

@@ -270,21 +270,30 @@ def thumbnail(values: np.ndarray, layout: Layout, index: Sequence[int]) -> dict[
 
 def find_strongest(stack: np.ndarray) -> np.ndarray:
     """Return the tile with the number largest in size, for each cell."""
-    return np.where(np.isnan(stack), np.inf, np.abs(stack)).argmax(axis=0)
+    return _sizes(stack).argmax(axis=0)
 
 
-def rank(gradient: np.ndarray, count: int) -> list[tuple[int, ...]]:
+def rank(gradient: np.ndarray, values: np.ndarray, count: int) -> list[tuple[int, ...]]:
     """Return the indices of the elements with the largest gradients in size, the largest first; zeros are none.
+
+    Of equal gradients, as those of a mean are, the one with the largest value in size is first.
 
     >>> import numpy as np
     >>> from elementgrad._explore.views import rank
-    >>> rank(np.array([[0.0, -3.0], [np.nan, 1.0]]), 2)
-    [(1, 0), (0, 1)]
+    >>> rank(np.array([[0.0, -3.0], [np.nan, 3.0]]), np.array([[1.0, 0.0], [0.0, 2.0]]), 3)
+    [(1, 0), (1, 1), (0, 1)]
     """
-    sizes = np.where(np.isnan(gradient), np.inf, np.abs(gradient)).reshape(-1)
-    count = min(count, sizes.size)
+    sizes, others = _sizes(gradient).reshape(-1), _sizes(values).reshape(-1)
+    others = np.where(np.isinf(sizes), 0.0, others)  # inf and NaN stay in the order of the tensor
+    count = min(count, int(np.count_nonzero(sizes)))
     if not count:
         return []
-    best = np.argpartition(-sizes, count - 1)[:count] if count < sizes.size else np.arange(sizes.size)
-    best = best[np.lexsort((best, -sizes[best]))]
-    return [tuple(map(int, np.unravel_index(flat, gradient.shape))) for flat in best if sizes[flat] > 0]
+    least = np.partition(sizes, sizes.size - count)[sizes.size - count]
+    best = np.flatnonzero(sizes >= least)
+    best = best[np.lexsort((best, -others[best], -sizes[best]))][:count]
+    return [tuple(map(int, np.unravel_index(flat, gradient.shape))) for flat in best]
+
+
+def _sizes(values: np.ndarray) -> np.ndarray:
+    """Return how large numbers are; NaN counts as largest."""
+    return np.where(np.isnan(values), np.inf, np.abs(values))
