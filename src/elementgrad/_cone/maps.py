@@ -319,11 +319,18 @@ class Relation:
         return [link for link in self.links if not keeps_positions(link.map)]
 
     @cached_property
+    def keeps_boxes(self) -> bool:
+        """True if every part of the result needs the same part of the operand, as elementwise operations do."""
+        return self.operand == self.result and self._kept == tuple(range(len(self.result)))
+
+    @cached_property
     def _widened(self) -> list[Link]:
         return [link for link in self.links if type(link.map).computed is not AxisMap.computed]
 
     def need(self, result: Box) -> Box:
         """Return the part of the operand that a part of the result depends on."""
+        if self.keeps_boxes:
+            return result
         box: list[Any] = [None if axis is None else result[axis] for axis in self._kept]
         for link in self._changed:
             intervals = link.map.need([result[axis] for axis in link.result])

@@ -27,7 +27,7 @@ from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate
 
 Made = TypeVar("Made")
 Program = Callable[..., list[Any]]
-"""A function of the operands, as a sequence, and the inputs."""
+"""A function of the operands, as a sequence, and the inputs; it is a `CachedProgram`."""
 SIZE = 128
 """The number of programs that are kept, the last used ones."""
 PLAIN = (type(None), bool, int, str, bytes, np.dtype, type, Enum)
@@ -60,18 +60,28 @@ def find_or_make(program: ClosedJaxpr, make: Callable[[Program], Made]) -> tuple
 
 @lru_cache(maxsize=SIZE)
 def _make(make: Callable[[Program], Made], key: "_Key") -> Made:
-    jaxpr, count = key.jaxpr, key.consts
+    return make(CachedProgram(key.jaxpr, key.consts))
 
-    def run(operands: Sequence[Any], *inputs: Any) -> list[Any]:
+
+class CachedProgram:
+    """A program without arrays: the function of the operands, as a sequence, and the inputs that `make` is given."""
+
+    def __init__(self, jaxpr: Any, count: int):
+        self.jaxpr = jaxpr
+        self._count = count
+
+    def __call__(self, operands: Sequence[Any], *inputs: Any) -> list[Any]:
         def step(equation: Any, values: list[Any]) -> Sequence[Any]:
             inner = equation.params.get(FOLLOWED.get(equation.primitive.name))
-            if isinstance(inner, _Opened):
-                return evaluate(inner.jaxpr, operands[inner.start : inner.stop], values, step)
+            if isinstance(inner, OpenedCall):
+                return evaluate(inner.jaxpr, inner.select(operands), values, step)
             return bind(equation, values)
 
-        return evaluate(jaxpr, operands[:count], inputs, step)
+        return evaluate(self.jaxpr, self.select(operands), inputs, step)
 
-    return make(run)
+    def select(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the operands that are constants of the program itself, and not of a call in it."""
+        return operands[: self._count]
 
 
 class _Key:
@@ -90,12 +100,16 @@ class _Key:
         return isinstance(other, _Key) and self._hashed == other._hashed and self._spelled == other._spelled
 
 
-class _Opened(NamedTuple):
+class OpenedCall(NamedTuple):
     """The inner program of a call that has arrays of its own: it is evaluated with those among the operands."""
 
     jaxpr: Any
     start: int
     stop: int
+
+    def select(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the operands that are the arrays of this program."""
+        return operands[self.start : self.stop]
 
 
 class _IncomparableError(Exception):
@@ -172,8 +186,9 @@ class _Spelling:
 
     def _value(self, value: Any, opens: bool = False) -> tuple[Hashable, Any]:
         """Return a parameter of an equation as a key, and what stands for it in the program that is kept."""
-        if isinstance(value, PLAIN):
-            return (type(value), value), value
+        kind = type(value)
+        if kind in PLAIN or isinstance(value, PLAIN):
+            return (kind, value), value
         if isinstance(value, ClosedJaxpr):
             # JAX traces a jitted function once for all calls with the same types.
             seen = id(value), opens, self._in_rule
@@ -183,7 +198,7 @@ class _Spelling:
             key, jaxpr = self.spell(value.jaxpr, value.consts, opens)
             made: Any = value
             if jaxpr is not value.jaxpr or value.consts:
-                opened = _Opened(jaxpr, start, start + len(value.consts))
+                opened = OpenedCall(jaxpr, start, start + len(value.consts))
                 made = opened if opens else value.replace(jaxpr=jaxpr)
             if len(self.arrays) == start:
                 self._spelled[seen] = value, key, made  # which keeps it alive, and its identity its own

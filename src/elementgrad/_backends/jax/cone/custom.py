@@ -40,8 +40,9 @@ def _custom_jvp(op: ProgramOp, params: dict[str, Any]) -> Rule | None:
         function = lambda *xs: bind(equation, xs)[0]  # noqa: E731
         return jax.jvp(function, both[:count], both[count:])
 
-    value = build(params["call_jaxpr"])
-    slope = build(jax.make_jaxpr(both)(*types, *types), opens_rules=True)
+    traced = jax.make_jaxpr(both)(*types, *types)
+    value = build(params["call_jaxpr"].jaxpr, params["call_jaxpr"].consts)
+    slope = build(traced.jaxpr, traced.consts, opens_rules=True)
     (result,) = op.shapes
     if any(output.shape != result for program in (value, slope) for output in program.outputs):
         return None

@@ -6,9 +6,8 @@ needs more, as some do at borders, gets a program of its own. Derivatives are th
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -22,17 +21,23 @@ from elementgrad._backends.jax._compat import jaxprs_in_params, linear_jaxpr, sc
 from elementgrad._backends.jax.autodiff import LinearProgram, _add_change, _fill_in_changes
 from elementgrad._backends.jax.compile_cache import can_compile, find_or_make
 from elementgrad._backends.jax.cone import custom, moves, windows  # noqa: F401 (they fill the table of rules)
-from elementgrad._backends.jax.cone.rules import PlacedRegion, Target, cut
-from elementgrad._backends.jax.cone.trace import build, run_steps
+from elementgrad._backends.jax.cone.rules import WHOLE, PlacedRegion, Target, cut
+from elementgrad._backends.jax.cone.templates import (
+    Group,
+    RegionCone,
+    Template,
+    group_values,
+    make_template,
+    plan_with,
+)
+from elementgrad._backends.jax.cone.trace import build, count_equations, run_steps
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
-from elementgrad._cone.boxes import Box, Interval, Shape, join, sizes
-from elementgrad._cone.plan import Cone, ConeStep, NoConeError, ProgramValue, whole_work
+from elementgrad._cone.boxes import Box, Shape, sizes
+from elementgrad._cone.plan import Cone, NoConeError, Program, ProgramValue, whole_work
 from elementgrad.errors import ElementgradError
 
 Array = jax.Array
-NEIGHBOURS = 16
-"""So many places next to each other are planned for together, as strides make them differ."""
 MOST_UNROLLED = 4000
 """Loops of so many operations in all their turns are recorded turn by turn; longer ones are operations."""
 CHUNK = 16
@@ -45,13 +50,75 @@ SECONDS_PER_STEP = 5e-3
 """The time to compile one operation, roughly."""
 
 
+class TracedProgram(Program):
+    """The equations of a jaxpr, with calls opened; the numbers of its constants are apart from it."""
+
+    def __init__(self, jaxpr: Any, constants: Sequence[ProgramValue]):
+        built = build(jaxpr, constants)
+        super().__init__(built.ops, built.inputs, built.outputs)
+        self.constants = constants
+        for value in self.inputs:
+            value.differentiable = jnp.issubdtype(value.dtype, jnp.inexact)
+        self.numbers: dict[ProgramValue, int] = {}
+        values = [value for op in self.ops for value in (*op.operands, *op.results) if value is not None]
+        for value in (*self.inputs, *constants, *values, *self.outputs):
+            self.numbers.setdefault(value, len(self.numbers))
+        self._groups: dict[ProgramValue, list[Group]] = {}
+        self._spelled: dict[ProgramValue, Hashable] = {}
+
+    @cached_property
+    def variants(self) -> Hashable:
+        """What rules decided by the numbers of constants."""
+        rules: list[Any] = [op.rule for op in self.ops]
+        return tuple([rule.variant for rule in rules])
+
+    def groups(self, of: ProgramValue) -> list[Group]:
+        """Return the groups of what a value depends on."""
+        if of not in self._groups:
+            self._groups[of] = group_values(self.ops, of)
+        return self._groups[of]
+
+    def spell(self, of: ProgramValue) -> Hashable:
+        """Return the groups of what a value depends on, as numbers."""
+        if of not in self._spelled:
+            groups = [tuple([self.numbers[value] for value in group.values]) for group in self.groups(of)]
+            self._spelled[of] = tuple(groups)
+        return self._spelled[of]
+
+    def forget_constants(self) -> bool:
+        """Drop the numbers of constants, if the program is the same with others; return False if it is not."""
+        rules: list[Any] = [op.rule for op in self.ops]
+        resting = set(self.constants)
+        for op, rule in zip(self.ops, rules, strict=True):
+            operands = resting.intersection(op.operands)
+            if rule.variant not in (None, WHOLE) and any(value.known is not None for value in operands):
+                return False
+            if operands:
+                resting.update([result for result in op.results if result is not None])
+        for value in resting:
+            value.constant = value.known = None
+        return True
+
+
 class CompiledParts:
     """The parts that programs with equal equations share: compiled code, their sizes, and the paths of derivatives."""
 
-    def __init__(self, run: Any = None) -> None:
-        self.templates: dict[Any, list[dict[int, Shape]]] = {}
+    def __init__(self, jaxpr: Any = None) -> None:
+        self.templates: dict[Any, list[Template]] = {}
         self.paths: list[set[int]] | None = None
+        self._jaxpr = jaxpr
+        self._program: TracedProgram | None = None
         self._parts: OrderedDict[Any, Any] = OrderedDict()
+
+    def trace(self, arrays: Sequence[Any]) -> TracedProgram:
+        """Return the program with other numbers of its constants; mostly it is the same one."""
+        if self._program is not None:
+            return self._program
+        constants = [ProgramValue(tuple(array.shape), array, dtype=array.dtype) for array in arrays]
+        program = TracedProgram(self._jaxpr, constants)
+        if program.forget_constants():
+            self._program = program
+        return program
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return a compiled part, made now if there is none."""
@@ -65,17 +132,6 @@ class CompiledParts:
     @property
     def is_compiled(self) -> bool:
         return bool(self._parts)
-
-
-class _TooLargeError(Exception):
-    """A place needs more of a value than a template has."""
-
-
-@dataclass
-class RegionCone(Cone):
-    """A cone whose boxes have fixed sizes."""
-
-    template: dict[int, Shape] = field(default_factory=dict)
 
 
 class JaxProgram(RecordedProgram):
@@ -102,27 +158,18 @@ class JaxProgram(RecordedProgram):
             raise NoConeError(reason(error)) from error
         if program.jaxpr.effects:
             raise NoConeError("the function has side effects")
-        built = build(program, limit)
-        self.ops, self.inputs, self.outputs = built.ops, built.inputs, built.outputs
+        if limit is not None and count_equations(program.jaxpr) > limit:
+            raise NoConeError(f"the function has more than {limit} operations for its size")
+        found = find_or_make(program, CompiledParts)
+        self._is_shared = found is not None
+        self._parts, operands = found or (CompiledParts(program.jaxpr), program.consts)
+        self._traced = self._parts.trace(operands)
+        self.ops, self.inputs, self.outputs = self._traced.ops, self._traced.inputs, self._traced.outputs
         self.recording_seconds = START_SECONDS + JaxCone.op_seconds * len(self.ops)
-        for value, array in zip(self.inputs, arrays, strict=True):
-            value.differentiable = jnp.issubdtype(array.dtype, jnp.inexact)
-        self._arrays = dict(zip(self.inputs, arrays, strict=True))
+        self._arrays = dict(zip([*self.inputs, *self._traced.constants], [*arrays, *operands], strict=True))
         self._program = program
         self.sources = arrays
         self.tensors = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self.outputs]
-        found = find_or_make(program, CompiledParts)
-        self._is_shared = found is not None
-        self._parts = CompiledParts() if found is None else found[0]
-        self._numbers: dict[ProgramValue, int] = {}
-        for value in self.inputs:
-            self._numbers[value] = len(self._numbers)
-        for op in self.ops:
-            for each in (*op.operands, *op.results):
-                if each is not None and each not in self._numbers:
-                    self._numbers[each] = len(self._numbers)
-        for value in self.outputs:
-            self._numbers.setdefault(value, len(self._numbers))
 
     # Connections
 
@@ -148,95 +195,30 @@ class JaxProgram(RecordedProgram):
             found.extend([{numbers[number] for number in path} for path in paths])
             return ()
 
-        jax.eval_shape(linearize, *self._arrays.values())
+        jax.eval_shape(linearize, *self.sources)
         return found
 
     # Plans
 
     def plan(self, of: ProgramValue, box: Box) -> RegionCone:
-        key = self._numbers[of], sizes(box)
-        templates = self._parts.templates.setdefault(key, [])
+        groups = self._traced.groups(of)
+        templates = self._parts.templates.setdefault((self._traced.spell(of), sizes(box)), [])
         for template in templates:
-            try:
-                return self._walk(of, box, template, grow=False)
-            except _TooLargeError:
-                continue
-        template = self._make_template(of, box)
+            cone = plan_with(groups, box, template)
+            if cone is not None:
+                return cone
+        template = make_template(self.ops, groups, box)
         templates.append(template)
         del templates[:-MOST_COMPILED]
-        return self._walk(of, box, template, grow=False)
+        cone = plan_with(groups, box, template)
+        assert cone is not None
+        return cone
 
-    def _make_template(self, of: ProgramValue, box: Box) -> dict[int, Shape]:
-        """Return sizes that are enough for a box, those next to it, and those at the ends if they need little more."""
-        template: dict[int, Shape] = {}
-        for _ in range(3):
-            before = dict(template)
-            for shift in range(-NEIGHBOURS // 2, NEIGHBOURS // 2):
-                self._walk(of, _moved(box, of.shape, shift), template, grow=True)
-            self._walk(of, box, template, grow=True)
-            if before == template:
-                break
-        work = self._walk(of, box, template, grow=False).count_work()
-        wider = dict(template)
-        for _ in range(3):
-            for shift in (-max(of.shape, default=0), max(of.shape, default=0)):
-                for axis in (None, *range(len(box))):
-                    self._walk(of, _moved(box, of.shape, shift, axis), wider, grow=True)
-        try:
-            wide = self._walk(of, box, wider, grow=False)
-        except _TooLargeError:
-            return template
-        return wider if wide.count_work() <= 1.5 * work else template
-
-    def _walk(self, of: ProgramValue, box: Box, template: dict[int, Shape], grow: bool) -> RegionCone:
-        """Walk the program backwards with boxes of the sizes of a template, which is made to fit with `grow`."""
-        numbers = self._numbers
-        needed: dict[ProgramValue, Box] = {of: box}
-        final: dict[ProgramValue, Box] = {}
-        steps: list[ConeStep] = []
-
-        def settle(value: ProgramValue) -> Box:
-            if value in final:
-                return final[value]
-            here, number = needed[value], numbers[value]
-            have = template.get(number)
-            mine = sizes(here)
-            if mine == have:
-                final[value] = here
-                return here
-            if have is None or any(size > fixed for size, fixed in zip(mine, have, strict=True)):
-                if not grow:
-                    raise _TooLargeError
-                mine = mine if have is None else tuple(map(max, mine, have))
-                have = template[number] = mine
-            found = tuple(
-                [
-                    _stretch(interval, size, whole_size)
-                    for interval, size, whole_size in zip(here, have, value.shape, strict=True)
-                ]
-            )
-            final[value] = found
-            return found
-
-        for op in reversed(self.ops):
-            if not any(result in needed for result in op.results):
-                continue
-            boxes = [settle(result) if result in needed else None for result in op.results]
-            needs = op.rule.needs(boxes)
-            for value, need in zip(op.operands, needs, strict=True):
-                if need is None:
-                    need = tuple([Interval(0, 0)] * len(value.shape))
-                joined = join(needed.get(value), need)
-                assert joined is not None
-                needed[value] = joined
-            steps.append(ConeStep(op, needs, boxes))
-        for value in needed:
-            settle(value)
-        return RegionCone(steps[::-1], final, dict(template))
-
-    def pays(self, cone: Cone, of: ProgramValue) -> bool:
+    def pays(self, cone: Any, of: ProgramValue) -> bool:
         """Return True if a part costs less than the whole, and its compilation no more than some reads save."""
-        if not self._is_shared or not super().pays(cone, of):
+        if cone.template.pays is None:
+            cone.template.pays = super().pays(cone, of)
+        if not self._is_shared or not cone.template.pays:
             return False
         # A read goes forwards and backwards, at three times the work of the value.
         return self._parts.is_compiled or 3 * whole_work(self.ops, of) / self.speed > SECONDS_PER_STEP * len(cone.steps)
@@ -276,33 +258,33 @@ class JaxProgram(RecordedProgram):
         return _embed(part, np.array([before for before, _ in around], np.int32), shape)
 
     def _call(self, cone: Any, of: ProgramValue, wrt: Sequence[ProgramValue], count: int, seeds: Any) -> Any:
-        # A literal of the program is a part of what is compiled.
-        held = cone.needed
-        needed = [x for x in held if x.maker is not None or x in self._arrays or x.constant is not None]
-        leaves = [value for value in needed if value.maker is None]
-        arrays = [self._arrays.get(value, value.constant) for value in leaves]
+        groups, numbers = self._traced.groups(of), self._traced.numbers
+        parts = list(zip(groups, cone.boxes, strict=True))
+        # A literal of the program has no array: it is a part of what is compiled.
+        given = [(x, self._arrays.get(x, x.constant)) for group in groups for x in group.values if x.maker is None]
+        leaves = [value for value, array in given if array is not None]
+        arrays = [array for _, array in given if array is not None]
         moving = [
-            (value, axis)
-            for value in needed
-            for axis, (interval, size) in enumerate(zip(cone.needed[value], value.shape, strict=True))
-            if interval.size != size
+            (group, axis, start)
+            for group, box in parts
+            for axis, ((start, stop), size) in enumerate(zip(box, group.shape, strict=True))
+            if stop - start != size
         ]
-        starts = np.array([cone.needed[value][axis].start for value, axis in moving], np.int32)
-        numbers = self._numbers
+        starts = np.array([start for _, _, start in moving], np.int32)
         key = (
-            numbers[of],
+            self._traced.spell(of),
             tuple([numbers[value] for value in wrt]),
             count,
             isinstance(seeds, np.ndarray),
-            tuple([(numbers[value], sizes(cone.needed[value])) for value in needed]),
+            tuple([sizes(box) for box in cone.boxes]),
             tuple([_device(array) for array in arrays]),
-            tuple([step.op.rule.variant for step in cone.steps]),
+            self._traced.variants,
         )
-        operands = [jnp.asarray(array) for array in arrays]
+        operands = [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in arrays]
         extra = () if seeds is None else (seeds,)
 
         def make() -> Any:
-            places = {pair: number for number, pair in enumerate(moving)}
+            places = {(value, axis): n for n, (group, axis, _) in enumerate(moving) for value in group.values}
             function = partial(self._run, cone.needed, leaves, places, of, list(wrt), isinstance(seeds, np.ndarray))
             return jax.jit(function).lower(operands, starts, *extra).compile()
 
@@ -354,21 +336,6 @@ def _embed(part: Array, starts: Any, shape: Shape) -> Array:
 
 def _device(array: Any) -> Any:
     return next(iter(array.devices())) if isinstance(array, jax.Array) else None
-
-
-def _moved(box: Box, shape: Shape, by: int, only: int | None = None) -> Box:
-    """Return a box of the same size that is moved along all axes, or one, as far as there is room."""
-    moved = []
-    for axis, (interval, size) in enumerate(zip(box, shape, strict=True)):
-        start = interval.start + (by if only is None or only == axis else 0)
-        start = min(max(start, 0), size - interval.size)
-        moved.append(Interval(start, start + interval.size))
-    return tuple(moved)
-
-
-def _stretch(interval: Interval, size: int, whole_size: int) -> Interval:
-    start = max(0, min(interval.start, whole_size - size))
-    return Interval(start, start + size)
 
 
 def _loops(jaxpr: Any) -> Iterator[Any]:

@@ -59,6 +59,10 @@ class Target(NamedTuple):
 Run = Callable[[list[PlacedRegion], Target], Array]
 
 
+WHOLE = "whole"
+"""The variant of operations without a rule, which are right for all constants."""
+
+
 class RegionRule(Rule):
     """A rule that is compiled.
 
@@ -105,7 +109,7 @@ class SeparateRule(RegionRule):
 class WholeRule(OpaqueRule, RegionRule):
     """A primitive on whole operands, of whose results regions are cut out."""
 
-    variant = "whole"
+    variant = WHOLE
 
     def run(self, regions: Any, needs: Any, boxes: Any) -> list[Any]:
         results = bind(self._op.details, [region.array for region in regions])

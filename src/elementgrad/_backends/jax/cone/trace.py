@@ -7,15 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from elementgrad._backends.jax.compile_cache import CachedProgram, OpenedCall
 from elementgrad._backends.jax.cone.rules import PlacedRegion, Target, find_rule
 from elementgrad._backends.jax.program import FOLLOWED
-from elementgrad._cone.plan import NoConeError, Program, ProgramOp, ProgramValue
+from elementgrad._cone.plan import Program, ProgramOp, ProgramValue
 
 
-def build(program: Any, limit: int | None = None, opens_rules: bool = False) -> Program:
-    """Return a closed jaxpr as a program, with calls opened.
+def build(jaxpr: Any, consts: Sequence[Any] = (), opens_rules: bool = False) -> Program:
+    """Return a jaxpr as a program, with calls opened.
 
-    With `opens_rules`, functions with a derivative rule of their own are opened too, where only values are computed.
+    Args:
+        jaxpr: the jaxpr of the function, or a program of the compile cache.
+        consts: its constants, as arrays; for a program of the cache its operands, as values.
+        opens_rules: True to open functions with a derivative rule of their own too, where only values are computed.
     """
     ops: list[ProgramOp] = []
 
@@ -23,10 +27,13 @@ def build(program: Any, limit: int | None = None, opens_rules: bool = False) -> 
         aval: Any = variable.aval
         return ProgramValue(tuple(aval.shape), constant, dtype=aval.dtype)
 
-    def walk(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[ProgramValue]) -> list[ProgramValue]:
-        values: dict[Any, ProgramValue] = dict(zip(jaxpr.invars, arguments, strict=True))
-        for variable, const in zip(jaxpr.constvars, consts, strict=True):
-            values[variable] = const if isinstance(const, ProgramValue) else value_of(variable, const)
+    def walk(jaxpr: Any, own: Sequence[Any], arguments: Sequence[ProgramValue]) -> list[ProgramValue]:
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        constants = [
+            const if isinstance(const, ProgramValue) else value_of(variable, const)
+            for variable, const in zip(variables, own, strict=False)
+        ]
+        values: dict[Any, ProgramValue] = dict(zip(variables, [*constants, *arguments], strict=True))
 
         def read(atom: Any) -> ProgramValue:
             if isinstance(atom, Literal):
@@ -41,7 +48,8 @@ def build(program: Any, limit: int | None = None, opens_rules: bool = False) -> 
             key = FOLLOWED.get(name) or ("call_jaxpr" if opens_rules and name == "custom_jvp_call" else None)
             if key is not None:
                 inner = equation.params[key]
-                results = walk(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+                arrays = inner.select(consts) if isinstance(inner, OpenedCall) else getattr(inner, "consts", ())
+                results = walk(getattr(inner, "jaxpr", inner), arrays, operands)
                 values.update(zip(equation.outvars, results, strict=True))
                 continue
             made = [value_of(variable) for variable in equation.outvars]
@@ -50,13 +58,22 @@ def build(program: Any, limit: int | None = None, opens_rules: bool = False) -> 
                 result.maker = op
             values.update(zip(equation.outvars, made, strict=True))
             ops.append(op)
-            if limit is not None and len(ops) > limit:
-                raise NoConeError(f"the function has more than {limit} operations for its size")
         return [read(atom) for atom in jaxpr.outvars]
 
-    inputs = [value_of(variable) for variable in program.jaxpr.invars]
-    outputs = walk(program.jaxpr, program.consts, inputs)
+    program, own = (jaxpr.jaxpr, jaxpr.select(consts)) if isinstance(jaxpr, CachedProgram) else (jaxpr, consts)
+    inputs = [value_of(variable) for variable in [*program.constvars, *program.invars][len(own) :]]
+    outputs = walk(program, own, inputs)
     return Program(ops, inputs, outputs)
+
+
+def count_equations(jaxpr: Any) -> int:
+    """Return the number of equations of a jaxpr, with calls opened."""
+    count = 0
+    for equation in jaxpr.eqns:
+        key = FOLLOWED.get(equation.primitive.name)
+        inner = None if key is None else equation.params[key]
+        count += 1 if key is None else count_equations(getattr(inner, "jaxpr", inner))
+    return count
 
 
 def run_steps(

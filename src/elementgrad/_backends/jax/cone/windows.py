@@ -1,6 +1,6 @@
 """Rules of convolutions, pools, slices and padding."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -89,10 +89,10 @@ def _dynamic_slice(op: ProgramOp, params: dict[str, Any]) -> Rule | None:
         min(max(int(start), 0), have - size)  # type: ignore[arg-type]
         for start, have, size in zip(starts, shape, result, strict=True)
     ]
-    return _strided(op, inside, (1,) * len(result))
+    return _strided(op, inside, (1,) * len(result), tuple(inside))
 
 
-def _strided(op: ProgramOp, first: Sequence[int], strides: Sequence[int]) -> Rule:
+def _strided(op: ProgramOp, first: Sequence[int], strides: Sequence[int], variant: Hashable = None) -> Rule:
     shape, (result,) = op.operands[0].shape, op.shapes
     windows = [
         Window(have, size, 1, stride, -start)
@@ -107,7 +107,7 @@ def _strided(op: ProgramOp, first: Sequence[int], strides: Sequence[int]) -> Rul
         starts, sizes = [view.first for view in views], tuple([view.size for view in views])
         return lax.slice(cut(regions[0], starts, sizes), [0] * len(sizes), sizes, strides)
 
-    return PrimitiveRule(op, relations, run, variant=tuple(first))
+    return PrimitiveRule(op, relations, run, variant=variant)
 
 
 @rule("pad")
