@@ -35,16 +35,17 @@ def dependent_outputs(op: Op, masks: Masks, numbers: Numbers) -> list[np.ndarray
     shapes = [tuple(y.shape) for y in op.results]
     if not op.can_rerun:
         return guess_dependent_outputs(masks, shapes)
-    inputs = [numbers.array(x) for x in op.operands]
-    if any(x.dtype.kind not in "fcb" and mask is not None for x, mask in zip(inputs, masks, strict=True)):
+    others = [x for x, m in zip(op.operands, masks, strict=True) if m is not None and not numbers.is_differentiable(x)]
+    if any(numbers.array(x).dtype.kind != "b" for x in others):
         return [np.ones(shape, bool) for shape in shapes]  # another index may lead anywhere
     moving = [mask for mask in masks if mask is not None]
     if op.kind in BROADCASTS and 0 not in op.scalars and len(shapes) == 1:
         return [np.array(np.broadcast_to(np.logical_or.reduce(np.broadcast_arrays(*moving)), shapes[0]))]
-    whole = any(mask.all() for mask in moving)
-    if op.kind in ADDS and op.kind != "move" and whole and len(moving) == len(shapes) == 1 and 0 not in op.scalars:
-        return [np.ones(shapes[0], bool)]
-    samples = (("ones", 0.5),) if op.kind in ADDS and 0 not in op.scalars else SAMPLES
+    adds = op.kind in ADDS and 0 not in op.scalars
+    if adds and not op.misses and all(mask.all() for mask in moving) and _moves_all(op, masks, numbers):
+        return [np.ones(shape, bool) for shape in shapes]
+    inputs = [numbers.array(x) for x in op.operands]
+    samples = (("ones", 0.5),) if adds else SAMPLES
     dependent = [np.zeros(shape, bool) for shape in shapes]
     succeeded = False
     random = np.random.default_rng(0)
@@ -63,6 +64,14 @@ def dependent_outputs(op: Op, masks: Masks, numbers: Numbers) -> list[np.ndarray
         if all(mask.all() for mask in dependent):
             break
     return dependent if succeeded else guess_dependent_outputs(masks, shapes)
+
+
+def _moves_all(op: Op, masks: Masks, numbers: Numbers) -> bool:
+    """Return True if all results move where whole operands do: all that it moves to other places, or different ones."""
+    if op.kind == "move":
+        return not any(m is None and numbers.is_differentiable(x) for m, x in zip(masks, op.operands, strict=True))
+    values = [value for value, mask in zip(op.inputs, masks, strict=False) if mask is not None]
+    return len(op.results) == 1 and len(set(values)) == len(values)
 
 
 def _rerun_moved(

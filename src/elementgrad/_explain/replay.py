@@ -77,10 +77,10 @@ class Replay:
         masks = dict.fromkeys(self._sources, mask_at(self._trace.source, self._wrt))
         alive: set[int] = set()
 
-        def see(value: int, cotangent: Tensor) -> None:
-            mask = masks.get(value)
-            if mask is not None and numbers.array(cotangent)[mask].any():
+        def see(value: int, cotangent: Tensor) -> bool:
+            if value in masks and numbers.array(cotangent)[masks[value]].any():
                 alive.add(value)
+            return value in alive
 
         with self._trace.following():
             spread_masks(self._ops, masks, numbers)
@@ -235,20 +235,20 @@ def pull_cotangents(
     cotangents: dict[int, Tensor],
     numbers: Numbers,
     chosen: Chosen | None = None,
-    see: Callable[[int, Tensor], None] = lambda value, cotangent: None,
+    see: Callable[[int, Tensor], object] = lambda value, cotangent: None,
     totals: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> dict[Op, CotangentSizes] | None:
     """Pull cotangents back through the operations; return their sizes at each operation.
 
-    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped. `totals`
-    are known sums of all that arrives at some values, and replace what is pulled back to these.
+    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped, and says
+    False of one that is not to be pulled further. `totals` are known sums of all that arrives at some values, and
+    replace what is pulled back to these.
     """
     sizes: dict[Op, CotangentSizes] = {}
     for op in reversed(ops):
         arriving = [cotangents.pop(value, None) for value in op.outputs]
-        for value, g in zip(op.outputs, arriving, strict=True):
-            if g is not None:
-                see(value, g)
+        pairs = zip(op.outputs, arriving, strict=True)
+        arriving = [None if g is None or see(value, g) is False else g for value, g in pairs]
         arriving = [totals.get(value, g) for value, g in zip(op.outputs, arriving, strict=True)]
         pairs = zip(op.inputs, op.operands, strict=False)
         wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
@@ -328,7 +328,9 @@ def spread_masks(ops: Sequence[Op], masks: dict[int, np.ndarray], numbers: Numbe
     for op in ops:
         if any(value in masks for value in op.inputs):
             dependent = dependent_outputs(op, [masks.get(value) for value in op.inputs], numbers)
-            masks.update({n: mask for n, mask in zip(op.outputs, dependent, strict=False) if mask.any()})
+            for value, mask in zip(op.outputs, dependent, strict=False):
+                if mask.any():
+                    masks[value] = np.broadcast_to(True, mask.shape) if mask.all() else mask  # which takes no memory
 
 
 def mask_at(like: Tensor, positions: np.ndarray) -> np.ndarray:

@@ -125,8 +125,9 @@ class TensorflowOp(Op):
             pulled = self.backward(*cotangents)
         else:
             operands, results = list(self.operands), list(self.results)
+            skipped = tuple([n for n, needed in enumerate(wanted) if not needed])
             pulled = _gradient_function(
-                self.op_type, self.params, len(operands), operands, results, list(cotangents), (), ""
+                self.op_type, self.params, len(operands), operands, results, list(cotangents), skipped, ""
             )
         if isinstance(pulled, indexed_slices.IndexedSlices) or not isinstance(pulled, (list, tuple)):
             pulled = [pulled]
@@ -134,6 +135,12 @@ class TensorflowOp(Op):
         return [*dense, *[None] * (len(self.operands) - len(dense))]
 
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        moving = [n for n, t in enumerate(tangents) if t is not None]
+        if self.can_rerun and self.kind in (kinds.MOVE, kinds.SUM):
+            return self.rerun([_zeros_for(x) if t is None else t for x, t in zip(self.operands, tangents, strict=True)])
+        if self.can_rerun and (self.kind == kinds.MATRIX_PRODUCT or self.op_type == "Mul"):
+            parts = [[tangents[n] if m == n else x for m, x in enumerate(self.operands)] for n in moving]
+            return [tf.add_n([self.rerun(operands)[0] for operands in parts])]
         # The vjp is linear in the cotangents, so that its own vjp is the jvp.
         cotangents = [zeros_like(y) for y in self.results]
         free = [seed for seed in cotangents if seed is not None and is_differentiable(seed)]
@@ -141,7 +148,7 @@ class TensorflowOp(Op):
             tape = tf.GradientTape(watch_accessed_variables=False)
             enter(tape)
             tape.watch(free)
-            pulled = self.vjp(cotangents)
+            pulled = self.vjp(cotangents, [n in moving for n in range(len(self.operands))])
         pairs = [(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None and t is not None]
         if not pairs:
             return [None] * len(self.results)
@@ -208,6 +215,11 @@ def out_of_range(op: TensorflowOp) -> str:
 
 def is_differentiable(x: Tensor) -> bool:
     return bool(x.dtype.is_floating or x.dtype.is_complex)
+
+
+def _zeros_for(operand: Tensor) -> Tensor:
+    """Return zeros in place of an operand that does not move; integers stay what they are, such as an axis."""
+    return tf.zeros_like(operand) if is_differentiable(operand) else operand
 
 
 def zeros_like(x: Tensor) -> Tensor | None:
