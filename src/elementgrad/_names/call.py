@@ -385,7 +385,7 @@ class BoundCall:
 
     @cached_property
     def signature(self) -> Hashable:
-        """The facts that calls of layers may depend on: the method, and shapes, dtypes and plain values of arguments."""
+        """The method, and shapes, dtypes and plain values of arguments, on which calls of layers may depend."""
         return getattr(self.function, "__name__", ""), signature(pytree.named_leaves(self._bound.arguments, ""))
 
     def _stop_rule(self, keys: Sequence[CaptureKey]) -> StopRule | None:
