@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from elementgrad._explore.server import Explorer as Explorer
     from elementgrad._names.names import names as names
     from elementgrad._names.tag import tag as tag
-    from elementgrad._place.edit import choose as choose
+    from elementgrad._place.choose import choose as choose
     from elementgrad._place.place import Place as Place
     from elementgrad._place.place import at as at
     from elementgrad._place.selection import Selection as Selection
@@ -78,7 +78,7 @@ __version__ = "0.2.0"
 _MODULES = {
     name: module
     for module, names in {
-        "_place.edit": ("choose",),
+        "_place.choose": ("choose",),
         "_audit.api": ("audit",),
         "_audit.result": ("Audit", "Finding"),
         "_explain.api": ("explain",),
