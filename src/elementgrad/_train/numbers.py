@@ -86,22 +86,6 @@ def cast_array(array: np.ndarray, dtype: Any) -> np.ndarray:
     return np.where(np.isnan(plain), nans, plain.view(nans.dtype)).view(dtype)
 
 
-def unique_indices(indices: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices that occur, ascending, and for each index its number among them, in linear time.
-
-    >>> import numpy as np
-    >>> unique_indices(np.array([7, 2, 7]), size=9)
-    (array([2, 7]), array([1, 0, 1]))
-    """
-    indices = np.asarray(indices, np.int64).reshape(-1)
-    if size > 8 * len(indices):  # then sorting is cheaper
-        unique, inverse = np.unique(indices, return_inverse=True)
-        return unique, inverse.reshape(-1)
-    occurs = np.zeros(size, bool)
-    occurs[indices] = True
-    return np.flatnonzero(occurs), (np.cumsum(occurs) - 1)[indices]
-
-
 VIEWS = {
     "float64": "<f8",
     "float32": "<f4",

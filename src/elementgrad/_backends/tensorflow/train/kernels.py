@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._train.numbers import unique_indices
+from elementgrad._train.cells import CellBlock, split_by_offset
 
 Tensor = Any
 
@@ -32,30 +32,23 @@ class KerasProduct:
     """
 
     def __init__(self, row: "np.ndarray", column: "np.ndarray", rows: int, columns: int):
-        self._row, self._column = np.asarray(row, np.int64), np.asarray(column, np.int64)
-        some_rows, row_of = unique_indices(self._row, rows)
-        some_columns, column_of = unique_indices(self._column, columns)
-        # All columns in their order are the factor itself, without a copy.
-        self._rows = None if len(some_rows) == rows else some_rows
-        self._columns = None if len(some_columns) == columns else some_columns
-        self._cell = row_of * len(some_columns) + column_of
-        self._is_whole_block = bool(np.array_equal(self._cell, np.arange(rows * columns)))
-        copied = sum(len(some) for some, all_of in ((some_rows, rows), (some_columns, columns)) if len(some) < all_of)
-        gather_cost = GATHERED * len(self._row)
-        matmul_cost = MULTIPLIED * len(some_rows) * len(some_columns) + SELECTED * copied
+        self._block = block = CellBlock(row, column, (rows, columns))
+        gather_cost = GATHERED * len(block.row)
+        matmul_cost = MULTIPLIED * block.size + SELECTED * block.copied
         self._gathers = gather_cost < matmul_cost
         self.cost = min(gather_cost, matmul_cost)
         """The cost per row of the factors, in nanoseconds."""
 
     def __call__(self, left: Tensor, right: Tensor) -> Tensor:
         """Compute the entries, in the dtype of the right factor, for (n, rows) and (n, columns); halves in float32."""
+        block = self._block
         if self._gathers:
-            left, right = _common_dtype(tf.gather(left, self._row, axis=1), tf.gather(right, self._column, axis=1))
+            left, right = _common_dtype(tf.gather(left, block.row, axis=1), tf.gather(right, block.column, axis=1))
             return tf.reduce_sum(left * right, 0)
-        left = left if self._rows is None else tf.gather(left, self._rows, axis=1)
-        right = right if self._columns is None else tf.gather(right, self._columns, axis=1)
-        block = tf.reshape(tf.matmul(*_common_dtype(left, right), transpose_a=True), [-1])
-        return block if self._is_whole_block else tf.gather(block, self._cell)
+        left = left if block.has_all_rows else tf.gather(left, block.rows, axis=1)
+        right = right if block.has_all_columns else tf.gather(right, block.columns, axis=1)
+        entries = tf.reshape(tf.matmul(*_common_dtype(left, right), transpose_a=True), [-1])
+        return entries if block.is_in_order else tf.gather(entries, block.cell)
 
 
 class KerasLookup:
@@ -69,27 +62,24 @@ class KerasLookup:
     """
 
     def __init__(self, row: "np.ndarray", column: "np.ndarray", columns: int):
-        self._rows, row_of = unique_indices(row, int(np.max(row, initial=0)) + 1)
-        some, column_of = unique_indices(column, columns)
-        self._columns = None if len(some) == columns else some
-        self._cell = row_of * len(some) + column_of
-        self._is_whole_block = bool(np.array_equal(self._cell, np.arange(len(self._rows) * len(some))))
+        self._block = CellBlock(row, column, (int(np.max(row, initial=0)) + 1, columns))
 
     def __call__(self, tokens: Tensor, gradient: Tensor) -> Tensor:
         """Compute the entries, for n tokens and the gradients of the n rows that they looked up."""
-        count = len(self._rows)
+        block = self._block
+        count = len(block.rows)
         tokens = tf.cast(tokens, tf.int64)
-        near = tf.minimum(tf.searchsorted(self._rows, tokens), count - 1)
-        hit = tf.gather(self._rows, near) == tokens
+        near = tf.minimum(tf.searchsorted(block.rows, tokens), count - 1)
+        hit = tf.gather(block.rows, near) == tokens
         # The others are left out and not multiplied by zero, which would let NaN and inf through.
-        if self._columns is None:
+        if block.has_all_columns:
             gradient, near = _widen(gradient), tf.where(hit, near, -1)  # segment sums leave out -1
         else:
             some = tf.reshape(tf.where(hit), [-1])
             gradient, near = tf.gather(gradient, some), tf.gather(near, some)
-            gradient = _widen(tf.gather(gradient, self._columns, axis=1))
+            gradient = _widen(tf.gather(gradient, block.columns, axis=1))
         sums = tf.reshape(tf.math.unsorted_segment_sum(gradient, near, count), [-1])
-        return sums if self._is_whole_block else tf.gather(sums, self._cell)
+        return sums if block.is_in_order else tf.gather(sums, block.cell)
 
 
 @dataclass(frozen=True)
@@ -143,17 +133,13 @@ class KerasCorrelation:
     def __init__(self, coordinates: np.ndarray, shape: tuple[int, ...], grid: KerasConvGrid):
         self._grid = grid
         *offsets, channel, out = coordinates.T
-        offset_of = np.ravel_multi_index(tuple(offsets), shape[:-2])
         self._products: list[tuple[list[int], KerasProduct]] = []
-        order = [np.zeros(0, np.int64)]
+        parts, self._order = split_by_offset(np.ravel_multi_index(tuple(offsets), shape[:-2]))
         cost = 0.0
-        for number in np.unique(offset_of):
-            entries = np.flatnonzero(offset_of == number)
+        for offset, entries in parts:
             product = KerasProduct(channel[entries], out[entries], shape[-2], shape[-1])
             cost += product.cost + SELECTED * shape[-2]
-            self._products.append(([int(axis) for axis in np.unravel_index(number, shape[:-2])], product))
-            order.append(entries)
-        self._order = np.argsort(np.concatenate(order))
+            self._products.append(([int(axis) for axis in np.unravel_index(offset, shape[:-2])], product))
         self.is_dense_cheaper = cost > CONVOLVED * np.prod(shape)
 
     def __call__(self, x: Tensor, gradient: Tensor) -> Tensor:

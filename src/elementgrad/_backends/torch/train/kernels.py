@@ -22,7 +22,7 @@ from torch.nn import functional
 from elementgrad._backends.torch._compat import is_compiling, unsafe_view
 from elementgrad._backends.torch.train.parameter import index_tensor
 from elementgrad._cleanup import safe_context
-from elementgrad._train.numbers import unique_indices
+from elementgrad._train.cells import CellBlock, split_by_offset
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -46,10 +46,6 @@ def connect_leaves(weight: Tensor, index: Tensor, values: Tensor) -> Tensor:
     return weight.reshape(-1).index_add(0, index, change).view(weight.shape)
 
 
-def _counts_up(cells: np.ndarray, size: int) -> bool:
-    return len(cells) == size and np.array_equal(cells, np.arange(size))
-
-
 class TorchProduct:
     """Entries (row, column) of `left.T @ right`, where left has `rows` columns and right has `columns`.
 
@@ -65,29 +61,22 @@ class TorchProduct:
     """
 
     def __init__(self, row: np.ndarray, column: np.ndarray, rows: int, columns: int, device: torch.device | str):
-        row, column = np.asarray(row, dtype=np.int64), np.asarray(column, dtype=np.int64)
+        block = CellBlock(row, column, (rows, columns))
         self._size = rows, columns
-        self._row, self._column = index_tensor(row, device), index_tensor(column, device)
-        unique_rows, row_of = unique_indices(row, rows)
-        unique_columns, column_of = unique_indices(column, columns)
-        # If all columns of a factor occur, the factor is used as it is, without a copy.
-        self._rows = None if len(unique_rows) == rows else index_tensor(unique_rows, device)
-        self._columns = None if len(unique_columns) == columns else index_tensor(unique_columns, device)
+        self._row, self._column = index_tensor(block.row, device), index_tensor(block.column, device)
+        self._rows = None if block.has_all_rows else index_tensor(block.rows, device)
+        self._columns = None if block.has_all_columns else index_tensor(block.columns, device)
         self._csr: Tensor | None = None
-        copied = sum(
-            len(unique) for unique, size in ((unique_rows, rows), (unique_columns, columns)) if len(unique) < size
-        )
         self.costs = {
-            "gather": GATHERED * len(row),
-            "block": MULTIPLIED * len(unique_rows) * len(unique_columns) + SELECTED * copied,
-            "sample": TRANSPOSED * (rows + columns) + SAMPLED * len(row),
+            "gather": GATHERED * len(block.row),
+            "block": MULTIPLIED * block.size + SELECTED * block.copied,
+            "sample": TRANSPOSED * (rows + columns) + SAMPLED * len(block.row),
         }
         self._differentiable = self._cheapest("gather", "block")
         self._fastest = self._cheapest("gather", "block", "sample")
         self._cell: Tensor | None = None
-        if self._block in (self._differentiable, self._fastest):
-            cell = row_of * len(unique_columns) + column_of
-            self._cell = None if _counts_up(cell, rows * columns) else index_tensor(cell, device)
+        if self._block in (self._differentiable, self._fastest) and not block.is_in_order:
+            self._cell = index_tensor(block.cell, device)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_csr": None}
@@ -175,16 +164,14 @@ class TorchLookup:
     """
 
     def __init__(self, row: np.ndarray, column: np.ndarray, columns: int, device: torch.device | str):
-        rows, row_of = unique_indices(row, int(np.max(row, initial=0)) + 1)
-        unique_columns, column_of = unique_indices(column, columns)
-        self._rows, self._row_of = index_tensor(rows, device), index_tensor(row_of, device)
-        self._columns = None if len(unique_columns) == columns else index_tensor(unique_columns, device)
-        self._column_of = index_tensor(column_of, device)
-        self._width = len(unique_columns)
-        cell = row_of * self._width + column_of
-        self._cell = None if _counts_up(cell, len(rows) * self._width) else index_tensor(cell, device)
-        self._single = (int(rows[0]), int(unique_columns[0])) if len(row_of) == 1 else None
-        self._large = len(rows) * self._width > SMALL_TABLE + 4 * len(row_of)
+        block = CellBlock(row, column, (int(np.max(row, initial=0)) + 1, columns))
+        self._rows, self._row_of = index_tensor(block.rows, device), index_tensor(block.row_of, device)
+        self._columns = None if block.has_all_columns else index_tensor(block.columns, device)
+        self._column_of = index_tensor(block.column_of, device)
+        self._width = len(block.columns)
+        self._cell = None if block.is_in_order else index_tensor(block.cell, device)
+        self._single = (int(block.rows[0]), int(block.columns[0])) if len(block.row) == 1 else None
+        self._large = block.size > SMALL_TABLE + 4 * len(block.row)
 
     def __call__(self, tokens: Tensor, gradient: Tensor) -> Tensor:
         """Return the entries, for n tokens and the gradients of the n rows that they looked up."""
@@ -285,32 +272,26 @@ class TorchCorrelation:
         out, inside, *offsets = coordinates
         self._grid = grid
         self._index = index_tensor(np.ravel_multi_index(coordinates, shape), device)
-        offset = np.ravel_multi_index(offsets, shape[2:])
         channel = out // (shape[0] // grid.groups) * shape[1] + inside
+        parts, order = split_by_offset(np.ravel_multi_index(offsets, shape[2:]))
+        self._order = index_tensor(order, device)
         self._parts: list[_OffsetEntries] = []
-        order = [np.zeros(0, np.int64)]
         cost = 0.0
-        for each in np.unique(offset):
-            entries = np.flatnonzero(offset == each)
-            outs, out_of = unique_indices(out[entries], shape[0])
-            ins, in_of = unique_indices(channel[entries], shape[1] * grid.groups)
-            product = TorchProduct(out_of, in_of, len(outs), len(ins), device)
-            cost += product.cost + SELECTED * (len(outs) + len(ins))
-            at = tuple([int(axis) for axis in np.unravel_index(each, shape[2:])])
-            order.append(entries)
-            self._parts.append(_OffsetEntries(at, index_tensor(outs, device), index_tensor(ins, device), product))
-        self._order = index_tensor(np.concatenate(order).argsort(), device)
+        for offset, entries in parts:
+            block = CellBlock(out[entries], channel[entries], (shape[0], shape[1] * grid.groups))
+            product = TorchProduct(block.row_of, block.column_of, len(block.rows), len(block.columns), device)
+            cost += product.cost + SELECTED * (len(block.rows) + len(block.columns))
+            at = tuple([int(axis) for axis in np.unravel_index(offset, shape[2:])])
+            outs, ins = index_tensor(block.rows, device), index_tensor(block.columns, device)
+            self._parts.append(_OffsetEntries(at, outs, ins, product))
         # Channels cannot be left out of a convolution in groups.
-        outs, out_of = unique_indices(out, shape[0])
-        ins, in_of = unique_indices(inside, shape[1])
-        if grid.groups > 1:
-            outs, out_of, ins, in_of = np.arange(shape[0]), out, np.arange(shape[1]), inside
-        self._shape = len(outs), len(ins), *shape[2:]
-        self._outs = index_tensor(outs, device) if len(outs) < shape[0] else None
-        self._ins = index_tensor(ins, device) if len(ins) < shape[1] else None
-        flat = np.ravel_multi_index((out_of, in_of, *offsets), self._shape)
-        self._flat = index_tensor(flat, device)
-        copied = sum(len(channels) for channels in (self._outs, self._ins) if channels is not None)
+        block, apart = CellBlock(out, inside, shape[:2]), grid.groups > 1
+        self._outs = None if apart or block.has_all_rows else index_tensor(block.rows, device)
+        self._ins = None if apart or block.has_all_columns else index_tensor(block.columns, device)
+        self._shape = shape if apart else (len(block.rows), len(block.columns), *shape[2:])
+        channels = (out, inside) if apart else (block.row_of, block.column_of)
+        self._flat = index_tensor(np.ravel_multi_index((*channels, *offsets), self._shape), device)
+        copied = 0 if apart else block.copied
         self._by_channels = cost > MULTIPLIED * prod(self._shape) + SELECTED * copied
 
     def __call__(self, gradient: Tensor, x: Tensor) -> Tensor:
