@@ -1,4 +1,4 @@
-"""Whether a cone pays: its work beside the work of the whole, before anything has run."""
+"""The cost of a cone, and if it pays: its work beside the work of the whole, before anything has run."""
 
 from elementgrad._cone.plan import Cone, Program, ProgramValue, whole_work
 

@@ -300,7 +300,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Relation:
-    """How a result depends on one operand: links that cover each axis of the operand once."""
+    """The dependence of a result on one operand: links that cover each axis of the operand once."""
 
     operand: Shape
     result: Shape

@@ -56,7 +56,7 @@ def unknown() -> None:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What can be learned of a gradient that is zero or not finite.
+    """The facts that can be learned of a gradient that is zero or not finite.
 
     Each function takes more runs, of operations or of the user's function, so that it is called only where its answer
     decides. It returns None if that is unknown.

@@ -1,4 +1,4 @@
-"""What the user's code says about where a tensor came from, where nothing recorded how it was computed.
+"""Reading the user's code: where a tensor came from, where nothing recorded how it was computed.
 
 A tensor from before a training step may be a slice of another one, and its numbers do not tell: all slices of zeros are
 equal. The code around the step does: the two tensors have names there, and one is assigned from the other.

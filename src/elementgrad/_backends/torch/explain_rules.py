@@ -261,7 +261,7 @@ def dense(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Geometry(pytree.Leaf):
-    """Where a tensor lies in its storage."""
+    """The place of a tensor in its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -68,7 +68,7 @@ class TracedProgram(Program):
 
     @cached_property
     def variants(self) -> Hashable:
-        """What rules decided by the numbers of constants."""
+        """The decisions that rules made by the numbers of constants."""
         rules: list[Any] = [op.rule for op in self.ops]
         return tuple([rule.variant for rule in rules])
 
