@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.tensorflow._compat import should_record_backprop
+from elementgrad._backends.tensorflow._compat import should_record_backprop, tensor_id
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
 from elementgrad._backends.tensorflow.graph_ops import see_operations
 from elementgrad._backends.tensorflow.isolate import isolated
@@ -189,7 +189,7 @@ class TurnCounter(scope):
         number = x._id - self._start if isinstance(x, tf.Tensor) and hasattr(x, "_id") else -1
         if number < 0 or not x.dtype.is_floating:
             return
-        if x._id < self._turn:
+        if tensor_id(x) < self._turn:
             self.shared |= number < len(self._recorded) and bool(self._recorded[number])
         elif should_record_backprop([x]):
             self._recorded.extend(bytes(max(0, number + 1 - len(self._recorded))))
@@ -202,7 +202,7 @@ class TurnCounter(scope):
 
 
 def _next_id() -> int:
-    return tf.constant(0)._id
+    return tensor_id(tf.constant(0))
 
 
 Sample = tuple[_GivingTape, Tensor, Tensor]
