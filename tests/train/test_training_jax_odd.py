@@ -36,6 +36,26 @@ PRODUCTS = {
 }
 
 
+def two_ways(elements, loss):
+    """Return the loss with its gradients by the elements and by x, computed for the elements alone and densely."""
+
+    @jax.jit
+    def ours(values, params, x):
+        def both(x):
+            return elements.value_and_grad(lambda params: loss(params, x), values, params=params)
+
+        return jax.value_and_grad(both, has_aux=True)(x)
+
+    @jax.jit
+    def dense(values, params, x):
+        total, slopes = jax.value_and_grad(lambda values, x: loss(elements.merge(values, params=params), x), (0, 1))(
+            values, x
+        )
+        return (total, slopes[0]), slopes[1]
+
+    return ours, dense
+
+
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_products_are_exact_however_large_the_elements_of_traced_parameters_are(case):
     """Old numbers are up to 1e15 times as large as all others, so that no rounding of theirs may stay."""
@@ -48,20 +68,7 @@ def test_products_are_exact_however_large_the_elements_of_traced_parameters_are(
     def loss(params, x):
         return jnp.sin(multiply(x, params["w"])).sum()
 
-    @jax.jit
-    def ours(values, params, x):
-        def both(x):
-            return elements.value_and_grad(lambda params: loss(params, x), values, params=params)
-
-        return jax.value_and_grad(both, has_aux=True)(x)
-
-    @jax.jit
-    def dense(values, params, x):
-        found, slopes = jax.value_and_grad(lambda values, x: loss(elements.merge(values, params=params), x), (0, 1))(
-            values, x
-        )
-        return (found, slopes[0]), slopes[1]
-
+    ours, dense = two_ways(elements, loss)
     for size in (0.3, 1e13):
         params = elements.merge({place: values[place] * size})
         for found, expected in zip(*map(jax.tree.leaves, (f(values, params, x) for f in (ours, dense))), strict=True):
@@ -131,21 +138,7 @@ def compiled_product(case):
     def loss(params, x):
         return jnp.tanh(multiply(x * params["scale"][1], params["w"])).sum()
 
-    @jax.jit
-    def ours(values, params, x):
-        def both(x):
-            return elements.value_and_grad(lambda params: loss(params, x), values, params=params)
-
-        return jax.value_and_grad(both, has_aux=True)(x)
-
-    @jax.jit
-    def dense(values, params, x):
-        total, slopes = jax.value_and_grad(lambda values, x: loss(elements.merge(values, params=params), x), (0, 1))(
-            values, x
-        )
-        return (total, slopes[0]), slopes[1]
-
-    return elements, jnp.asarray(random.normal(size=(4, 20))), ours, dense
+    return elements, jnp.asarray(random.normal(size=(4, 20))), *two_ways(elements, loss)
 
 
 def test_other_numbers_may_be_too_large_for_the_dtype_of_a_product():
