@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from elementgrad.errors import ElementgradError, shortened
 
 FINDING, USAGE, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
-FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "equinox", "optax", "numpy", "safetensors")
+PACKAGES = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "equinox", "optax", "numpy", "safetensors")
 """Packages whose own checks raise for bad input: their errors are shown in one line."""
 PYTHON_ARGUMENT = re.compile(r"""\b(of|wrt|unconnected|budget)=(["'])(.*?)\2""")
 REPLACEMENTS = {"→": "->", "…": "...", "·": ".", "█": "#", "▓": "%", "▒": "+", "░": ":", "─": "-", "━": "="} | {
@@ -119,7 +119,7 @@ def _is_user_file(filename: str) -> bool:
     path = normal_path(filename)
     library, *others = [normal_path(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")]
     python = path.startswith(library) and not path.startswith(tuple(others))
-    return not python and is_user_code(filename, FRAMEWORKS) and not filename.startswith("<")
+    return not python and is_user_code(filename, PACKAGES) and not filename.startswith("<")
 
 
 def is_stdout_closed() -> bool:
