@@ -1,4 +1,4 @@
-"""Where a run is stopped, so that nothing behind the last requested value is computed.
+"""The end of a run at the last requested value, so that nothing behind it is computed.
 
 `name#k` is one value, and once it is there nothing that follows can change the answer. A bare name is an error where
 its layer is called twice, which only a run to the end can show. So the names that a complete run has computed once are

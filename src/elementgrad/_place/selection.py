@@ -235,7 +235,7 @@ class Selection:
                 # Frameworks disagree on ints beside arrays; as an array it means the same to all.
                 index.append(to_array(np.array([part])) if self.broadcast else part)
             elif isinstance(part, range):
-                ahead = ascending(part)
+                ahead = to_ascending(part)
                 index.append(slice(ahead.start, ahead.stop, ahead.step))
                 if part.step < 0:
                     flips.append(axis)
@@ -287,7 +287,7 @@ class Selection:
         return np.broadcast_to(positions, self.shape[:ndim])
 
 
-def ascending(part: range) -> range:
+def to_ascending(part: range) -> range:
     """Return the same elements in rising order, with bounds and step that fit any framework."""
     if len(part) < 2:
         return range(part.start, part.start + 1) if part else range(0)

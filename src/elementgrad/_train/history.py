@@ -117,12 +117,12 @@ class TensorHistory:
 
     def changes(self) -> list[ElementChange]:
         """Return the changes that still show in the tensor, and forget the others."""
-        while overwritten := self._overwritten():
+        while overwritten := self._find_overwritten():
             # Without them, more elements of earlier changes are on top, and may have been overwritten as well.
             self._all[:] = [change for change in self._all if id(change) not in overwritten]
         return self._all
 
-    def _overwritten(self) -> set[int]:
+    def _find_overwritten(self) -> set[int]:
         """Return the ids of changes of which an element, where no later change is on top of it, has other bytes."""
         if all(change.written is None for change in self._all):
             return set()

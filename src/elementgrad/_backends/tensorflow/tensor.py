@@ -22,7 +22,7 @@ from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
 from elementgrad._backends.tensorflow.names import TensorflowNames
 from elementgrad._place.edit import EditBackend
 from elementgrad._place.index import Span
-from elementgrad._place.selection import Selection, ascending
+from elementgrad._place.selection import Selection, to_ascending
 from elementgrad.errors import TracedError
 
 Tensor = Any
@@ -302,13 +302,13 @@ def _update_element(x: Tensor, at: Sequence[Any], value: Any) -> Tensor:
 def _strided_update_works(selection: Selection) -> bool:
     # XLA, which may compile any graph later, updates only unit steps.
     return tf.executing_eagerly() or all(
-        abs(ascending(part).step) == 1 for part in selection.parts if isinstance(part, range)
+        abs(to_ascending(part).step) == 1 for part in selection.parts if isinstance(part, range)
     )
 
 
 def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
     ranges = [range(part, part + 1) if isinstance(part, int) else part for part in selection.parts]
-    ahead = [ascending(part) for part in ranges]
+    ahead = [to_ascending(part) for part in ranges]
     flips = [axis for axis, part in enumerate(ranges) if part.step < 0]
     value = tf.reshape(tf.broadcast_to(value, selection.shape), [len(part) for part in ranges])
     return tf.raw_ops.TensorStridedSliceUpdate(
