@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
 from elementgrad._backends.jax.sharding import put, put_at, take, with_auto_axes
+from elementgrad._train.cells import CellBlock
 
 Array = jax.Array
 DENSE = 2
@@ -191,16 +192,12 @@ class _Block:
 
     def __init__(self, table: PatchedArray, axes: tuple[int, ...]):
         others = [axis for axis in range(len(table.shape)) if axis not in axes]
-        self._table = table
-        self._sizes = [table.shape[axis] for axis in axes]
-        self._width = math.prod(table.shape[axis] for axis in others)
+        self._table, self._axes, self._others = table, axes, others
+        self._sizes, self._widths = ([table.shape[axis] for axis in some] for some in (axes, others))
         coords = table.coords
-        keys = _ravel([coords[axis] for axis in axes], self._sizes)
-        self.rows, self._row = np.unique(keys, return_inverse=True)
-        within = _ravel([coords[axis] for axis in others], [table.shape[axis] for axis in others])
-        within = np.zeros(len(keys), np.int64) if not others else within
-        self.columns, self._column = np.unique(within, return_inverse=True)
-        self._axes, self._others = axes, others
+        row = np.ravel_multi_index([coords[axis] for axis in axes], self._sizes)
+        column = np.ravel_multi_index([coords[axis] for axis in others], self._widths) if others else 0 * row
+        self.cells = CellBlock(row, column, (math.prod(self._sizes), math.prod(self._widths)))
 
     @classmethod
     def of(cls, table: PatchedArray, axes: tuple[int, ...], sizes: Sequence[int]) -> "_Block | None":
@@ -210,7 +207,7 @@ class _Block:
             return None
         block = cls(table, axes)
         rows = math.prod(block._sizes)
-        large = len(block.rows) * len(block.columns) * DENSE > table.array.size
+        large = block.cells.size * DENSE > table.array.size
         return None if large or rows > np.iinfo(np.int32).max else block
 
     def replace(self, plain: Array, values: Array, indices: Sequence[Array], clipped: bool) -> Array:
@@ -221,33 +218,31 @@ class _Block:
             along = jnp.clip(along, 0, size - 1) if clipped else along
             valid &= (along >= 0) & (along < size)
             key = key * size + along.astype(jnp.int32)
-        rows = self.rows.astype(np.int32)
+        rows, columns = self.cells.rows.astype(np.int32), self.cells.columns
         at = jnp.minimum(jnp.searchsorted(rows, key, method="scan_unrolled"), len(rows) - 1)
         hit = (jnp.asarray(rows)[at] == key) & valid
-        flat = plain.reshape(*key.shape, self._width)
+        flat = plain.reshape(*key.shape, math.prod(self._widths))
         new = values[at]
-        if len(self.columns) == self._width:
+        if self.cells.has_all_columns:
             flat = jnp.where(hit[..., None], new, flat)
         else:
-            old = flat[..., self.columns]
-            flat = put_at(flat, (..., self.columns), jnp.where(hit[..., None], new, old), flat.ndim - 1)
+            old = flat[..., columns]
+            flat = put_at(flat, (..., columns), jnp.where(hit[..., None], new, old), flat.ndim - 1)
         return flat.reshape(plain.shape)
 
     def values(self) -> Array:
         """Return all elements of the block, with the values in them."""
-        shape = len(self.rows), len(self.columns)
-        if len(self._table.positions) == math.prod(shape):
-            return self._table.values[np.lexsort((self._column, self._row))].reshape(shape)
-        rows, columns = np.unravel_index(np.arange(math.prod(shape)), shape)
+        cells = self.cells
+        shape = len(cells.rows), len(cells.columns)
+        if len(cells.cell) == cells.size:
+            return self._table.values[np.argsort(cells.cell)].reshape(shape)
+        rows, columns = np.unravel_index(np.arange(cells.size), shape)
         coords: list[Any] = [None] * len(self._table.shape)
-        for axis, along in zip(self._axes, np.unravel_index(self.rows[rows], self._sizes), strict=True):
+        for axis, along in zip(self._axes, np.unravel_index(cells.rows[rows], self._sizes), strict=True):
             coords[axis] = along
-        widths = [self._table.shape[axis] for axis in self._others]
-        for axis, along in zip(self._others, np.unravel_index(self.columns[columns], widths or (1,)), strict=False):
+        for axis, along in zip(
+            self._others, np.unravel_index(cells.columns[columns], self._widths or (1,)), strict=False
+        ):
             coords[axis] = along
         old = take(self._table.array, np.ravel_multi_index(tuple(coords), self._table.shape)).reshape(shape)
-        return old.at[self._row, self._column].set(self._table.values)
-
-
-def _ravel(coords: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
-    return np.ravel_multi_index(tuple(coords), tuple(sizes)) if sizes else np.zeros(0, np.int64)
+        return old.at[cells.row_of, cells.column_of].set(self._table.values)
