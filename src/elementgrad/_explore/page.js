@@ -27,7 +27,11 @@ const show = (value, narrow) => {
   }
   return String(Number(value.toPrecision(9)));
 };
-const brief = (value) => (typeof value === "number" ? String(Number(value.toPrecision(3))) : value);
+const brief = (value) => {
+  if (typeof value !== "number") return value;
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+};
 const bytes = (text) => {  // a loop, since a picture of 224 x 224 has more than a megabyte
   const signs = atob(text), array = new Uint8Array(signs.length);
   for (let at = 0; at < signs.length; at += 1) array[at] = signs.charCodeAt(at);
@@ -51,7 +55,7 @@ const hex = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)
 
 const KEYS = [
   ["/", "search the names"], ["Arrow keys", "move in the tree or in a picture"], ["Enter", "choose the element or name"],
-  ["+  −  0", "zoom a picture in, out, and back"], ["Page Up, Page Down", "other channels of a picture"],
+  ["+  −  0", "zoom a picture in, out, and back"], ["f", "zoom to the framed field"], ["Page Up, Page Down", "other channels of a picture"],
   ["Shift + arrows", "move a zoomed picture"], ["s", "take the tensor in the middle as the source"],
   ["t", "make the chosen source element the target"], ["w", "walk back to the strongest driver in the layer before"],
   ["[  ]", "back and forward"], [",  .", "previous and next example"], ["e", "explain"], ["c", "copy as code"],
@@ -194,22 +198,29 @@ class Picture {
     return this.app.colours[Math.round(limit(value / end, -1, 1) * 255) + 255];
   }
 
-  // The colours of one cell of a tile: the gradient over the values in grey, either alone.
+  // What is drawn. Only of images and maps would one see the values under a gradient.
+  get drawn() {
+    if (!this.gradient) return "values";
+    return this.mode === "overlay" && !this.layered ? "gradient" : this.mode;
+  }
+  get layered() { return ["image", "maps"].includes(this.row.layout.kind); }
+
+  // The colours of one cell of a tile. Under a gradient the values are grey, so that all colour is that of the gradient,
+  // and only as dark (or in a dark page as light) as lets its strongest colours stand out.
   shade(t, r, c) {
-    const { scale, gradientScale } = this.data, at = this.at({ t, r, c });
-    const grey = (value) => Math.round(255 * limit((value - scale.lowest) / (scale.highest - scale.lowest || 1), 0, 1));
-    const base = () => {
-      if (!this.composite) return this.gradient && this.mode === "overlay" ? Array(3).fill(grey(this.values[at])) : this.colour(this.values[at], scale.limit);
-      const channels = this.size.tiles >= 3 ? [0, 1, 2] : [0, 0, 0];
-      const parts = channels.map((channel) => this.values[this.at({ t: channel, r, c })]);
-      return parts.every(Number.isFinite) ? parts.map(grey) : this.colour(parts.find((part) => !Number.isFinite(part)), 1);
-    };
-    if (!this.gradient || this.mode === "values") return base();
-    const slope = this.gradient[this.composite ? this.at(this.strongest({ t: 0, r, c })) : at];
-    const over = this.colour(slope, gradientScale.limit);
-    const flat = !["image", "maps"].includes(this.row.layout.kind);
-    if (this.mode === "gradient" || flat || !Number.isFinite(slope)) return over;
-    const weight = Math.sqrt(limit(Math.abs(slope) / gradientScale.limit, 0, 1)), under = base();
+    const { scale, gradientScale } = this.data, span = scale.highest - scale.lowest || 1;
+    const channels = this.composite && this.size.tiles >= 3 ? [0, 1, 2] : [t];
+    const values = channels.map((channel) => this.values[this.at({ t: channel, r, c })]);
+    const odd = values.find((value) => !Number.isFinite(value)), parts = values.map((value) => limit((value - scale.lowest) / span, 0, 1));
+    if (this.drawn === "values") {
+      if (odd !== undefined || !this.composite) return this.colour(odd ?? values[0], scale.limit);
+      return [0, 1, 2].map((channel) => Math.round(255 * (parts[channel] ?? parts[0])));
+    }
+    const slope = this.gradient[this.at(this.strongest({ t, r, c }))], over = this.colour(slope, gradientScale.limit);
+    if (this.drawn === "gradient" || !Number.isFinite(slope)) return over;
+    const [low, high] = this.app.greys, mean = parts.reduce((sum, part) => sum + part, 0) / parts.length;
+    const under = odd === undefined ? Array(3).fill(low + (high - low) * mean) : this.colour(odd, 1);
+    const weight = Math.sqrt(limit(Math.abs(slope) / gradientScale.limit, 0, 1));
     return under.map((part, i) => Math.round(part * (1 - weight) + over[i] * weight));
   }
 
@@ -250,7 +261,7 @@ class Picture {
 
   paintBars(context) {
     const { cell: [cell], width, height } = this.geometry, { columns } = this.size;
-    const slopes = this.gradient && this.mode !== "values", numbers = slopes ? this.gradient : this.values;
+    const slopes = this.drawn !== "values", numbers = slopes ? this.gradient : this.values;
     const scale = slopes ? this.data.gradientScale : this.data.scale, end = scale.limit;
     let top = 0, bottom = 0;
     for (const value of numbers) if (Number.isFinite(value)) { top = Math.max(top, Math.min(value, end)); bottom = Math.max(bottom, Math.min(-value, end)); }
@@ -267,7 +278,7 @@ class Picture {
     }
     if (space === 2) return;
     Object.assign(context, { fillStyle: this.app.style("--eg-faint"), font: "12px system-ui, sans-serif", textAlign: "center" });
-    for (let c = 0; c < columns; c += 1) context.fillText(this.labelOf(this.indexOf({ t: 0, r: 0, c })) ?? "", (c + 0.5) * cell, height - 4, cell - 2);
+    for (let c = 0; c < columns; c += 1) context.fillText(this.app.start.labels[this.indexOf({ t: 0, r: 0, c })[this.row.layout.column]], (c + 0.5) * cell, height - 4, cell - 2);
   }
 
   // Rectangles are drawn twice, dark on light, so that they stand out from any colour.
@@ -340,10 +351,14 @@ class Picture {
     this.options.onPick(this.indexOf(cell));
   }
 
-  get zoomed() {
-    const { window } = this.data, { row, column } = this.row.layout, { shape } = this.row;
-    const part = (axis, ends) => axis !== null && ends[1] - ends[0] < shape[axis];
-    return part(row, window.rows) || part(column, window.columns);
+  isPart(rows, columns) {
+    const { layout: { row, column }, shape } = this.row, part = (axis, ends) => axis !== null && ends[1] - ends[0] < shape[axis];
+    return part(row, rows) || part(column, columns);
+  }
+  get zoomed() { return this.isPart(this.data.window.rows, this.data.window.columns); }
+  get hasSmallField() {
+    const { row, column } = this.row.layout;
+    return !!this.field && !!this.gradient && this.isPart(this.field[row], this.field[column]);
   }
 
   pan(down, right) {
@@ -378,6 +393,17 @@ class Picture {
     return this.ask({ rows: change(row, window.rows), columns: change(column, window.columns) });
   }
 
+  // The framed field with a margin around it; `follow` keeps the window with the fields of further targets.
+  zoomToField() {
+    if (!this.hasSmallField) return;
+    const { row, column } = this.row.layout, part = (axis) => {
+      if (axis === null) return undefined;
+      const [start, stop] = this.field[axis], margin = Math.ceil((stop - start) / 4);
+      return [Math.max(0, start - margin), Math.min(this.row.shape[axis], stop + margin)];
+    };
+    this.ask({ index: this.field.map(([start]) => start), rows: part(row), columns: part(column), follow: true });
+  }
+
   page(direction) {
     const { window } = this.data, { tile } = this.row.layout;
     if (tile === null || this.composite) return;
@@ -392,7 +418,7 @@ class Picture {
     this.ask({ index, tiles: [first, stop] });
   }
 
-  ask(change) { this.options.onWindow({ ...this.view, ...change }); }
+  ask(change) { this.options.onWindow({ ...this.view, follow: false, ...change }); }
 
   key(event) {
     if (!this.data) return;
@@ -440,9 +466,9 @@ class Picture {
 
   labelOf(index) {
     const { start } = this.app, { kind, row, column, example } = this.row.layout;
-    if (this.row.labels) return start.labels[index[column]];
-    if (kind === "tokens") return this.texts(example === null ? 0 : index[example])[index[row === null ? column : row]];
-    return "";
+    const text = kind === "tokens" ? this.texts(example === null ? 0 : index[example])[index[row === null ? column : row]] : null;
+    const label = this.row.labels ? start.labels[index[column]] : null;
+    return [text, label].filter((part) => part !== null && part !== undefined).map((part) => `“${part}”`).join(" → ");
   }
 
   texts(example) { return this.app.start.tokens[example] || this.app.start.tokens[0] || []; }
@@ -468,21 +494,21 @@ class Picture {
         one ? number("channel", tile, window.tiles[0], (value) => this.turnTo(value, value + 1)) : make("span", {}, `channels ${window.tiles[0]}–${window.tiles[1] - 1} of ${shape[tile]}`),
         button("›", "next channels", () => this.page(1), window.tiles[1] >= shape[tile])));
     }
-    if (this.gradient && ["image", "maps"].includes(this.row.layout.kind)) {
+    if (this.gradient && this.layered) {
       const modes = make("select", { "aria-label": "what is drawn", onchange: (event) => { this.mode = event.target.value; this.resize(); this.makeScale(); } },
         ...["overlay", "gradient", "values"].map((mode) => make("option", { value: mode, selected: mode === this.mode }, mode)));
       tools.push(modes);
     }
     const cells = this.size.rows * this.size.columns * this.size.tiles;
-    if (cells > 1) tools.push(make("span", { className: "eg-group eg-zoom" }, button("+", "zoom in", () => this.zoom(1)), button("−", "zoom out", () => this.zoom(-1)), button("⤢", "show all", () => this.zoom(0))));
+    if (cells > 1) tools.push(make("span", { className: "eg-group eg-zoom" }, button("+", "zoom in", () => this.zoom(1)), button("−", "zoom out", () => this.zoom(-1)), button("⤢", "show all", () => this.zoom(0)),
+      this.hasSmallField ? button("▣", "zoom to the field (key f)", () => this.zoomToField()) : null));
     this.tools.replaceChildren(...tools);
     if (label) [...this.tools.querySelectorAll("[aria-label]")].find((tool) => tool.getAttribute("aria-label") === label)?.focus();
     this.makeScale();
   }
 
   makeScale() {
-    const slopes = this.gradient && this.mode !== "values", scale = slopes ? this.data.gradientScale : this.data.scale;
-    const grey = !slopes && (this.composite || (this.gradient && this.mode === "overlay"));
+    const slopes = this.drawn !== "values", scale = slopes ? this.data.gradientScale : this.data.scale, grey = !slopes && this.composite;
     const strip = make("canvas", { width: 255, height: 1, className: "eg-strip", role: "presentation" }), context = strip.getContext("2d");
     for (let x = 0; x < 255; x += 1) {
       const [red, green, blue] = grey ? [x, x, x] : this.app.colours[2 * x];
@@ -490,7 +516,7 @@ class Picture {
       context.fillRect(x, 0, 1, 1);
     }
     const [low, middle, high] = grey ? [scale.lowest, "", scale.highest] : [-scale.limit, "0", scale.limit];
-    const word = slopes ? "gradient" : "value";
+    const word = { overlay: "gradient, over the values in grey", gradient: "gradient", values: "value" }[this.drawn];
     this.scale.replaceChildren(make("span", {}, brief(low)), make("span", { className: "eg-ramp" }, strip, make("span", {}, middle)), make("span", {}, brief(high)), make("span", { className: "eg-word" }, word));
     if (slopes && this.field) this.scale.append(make("span", { className: "eg-key" }, make("i", { className: "eg-frame" }), this.fieldText));
   }
@@ -501,7 +527,7 @@ class Picture {
       const { row, column } = this.row.layout, sizes = [row, column].filter((axis) => axis !== null).map((axis) => field[axis][1] - field[axis][0]);
       this.fieldText = exact ? `receptive field, ${sizes.join(" × ")}` : `box of gradients that are not zero, ${sizes.join(" × ")}`;
     }
-    this.makeScale();
+    this.makeTools();
     this.paint();
   }
 
@@ -663,8 +689,10 @@ class Tree {
     canvas.width = picture.columns;
     canvas.height = picture.rows;
     const context = canvas.getContext("2d"), image = new ImageData(picture.columns, picture.rows), steps = new Int8Array(bytes(picture.steps));
+    const isImage = this.app.row(Number(canvas.dataset.thumb)).layout.kind === "image", low = Math.min(0, ...steps.filter((step) => step > -128));
     steps.forEach((step, at) => {
-      const [red, green, blue] = step === -128 ? this.app.nonfinite.NaN : this.app.colours[2 * step + 255];
+      const grey = Math.round((255 * (step - low)) / (127 - low));
+      const [red, green, blue] = step === -128 ? this.app.nonfinite.NaN : isImage ? [grey, grey, grey] : this.app.colours[2 * step + 255];
       image.data.set([red, green, blue, 255], 4 * at);
     });
     context.putImageData(image, 0, 0);
@@ -893,6 +921,7 @@ class App {
     this.showDrivers();
     const field = await this.request("field", { ask: "field", tensor: source, of: target, edits: this.edits() }, true);
     if (field && !field.failed) this.answer.setField(field.field, field.exact);
+    if (this.state.sourceView.follow) this.answer.zoomToField();
     const zero = this.answer.data === data && data.gradientScale.lowest === 0 && data.gradientScale.highest === 0;
     if (zero && !this.state.picked) this.explain();
   }
@@ -913,8 +942,9 @@ class App {
       line.style.setProperty("--part", `${part}%`);
       return line;
     });
-    const count = answer.drivers.length;
-    this.swap(this.drivers, make("h3", {}, `Top ${count} drivers`), make("p", { className: "eg-notes" }, `Of ${answer.size} elements, ${answer.nonzero} have a gradient that is not zero.`),
+    const count = answer.drivers.length, title = { 0: "No drivers", 1: "The only driver" }[count] || `Top ${count} drivers`;
+    const some = { 0: "none has", 1: "1 has" }[answer.nonzero] || `${answer.nonzero} have`;
+    this.swap(this.drivers, make("h3", {}, title), make("p", { className: "eg-notes" }, `Of ${answer.size} elements, ${some} a gradient that is not zero.`),
       make("table", {}, make("thead", {}, make("tr", {}, ...["", "element", "gradient", "value", ""].map((head) => make("th", { scope: "col" }, head)))), make("tbody", {}, ...rows)));
   }
 
@@ -941,20 +971,31 @@ class App {
   }
 
   take(tensor, view = {}) {
+    if (view.index) this.showExampleOf(tensor, view.index);
     Object.assign(this.state, { hand: tensor, handView: view });
     this.tree.draw();
     return this.showHand();
   }
 
+  showExample(example) {
+    if (this.exampleSelect) this.exampleSelect.value = String(example);
+    if (example === this.state.example) return;
+    this.state.example = example;
+    this.tree.forget();
+  }
+
+  showExampleOf(tensor, index) {
+    const axis = this.row(tensor).layout.example;
+    if (axis !== null) this.showExample(index[axis]);
+  }
+
   setExample(example) {
     if (example < 0 || example >= this.start.examples || !this.start.examples) return;
     const { target, picked, source } = this.state;
-    this.state.example = example;
-    if (this.exampleSelect) this.exampleSelect.value = String(example);
+    this.showExample(example);
     const move = (tensor, index) => { const axis = this.row(tensor).layout.example; return axis === null ? index : index.map((at, i) => (i === axis ? example : at)); };
     if (target) this.state.target = { tensor: target.tensor, index: move(target.tensor, target.index) };
     if (picked) this.state.picked = move(source, picked);
-    this.tree.forget();
     this.showHand();
     if (target) { this.remember(); this.showAnswer(); }
   }
@@ -992,8 +1033,8 @@ class App {
     if (position < 0 || position >= this.history.length) return;
     this.position = position;
     const { view } = this.history[position], handView = view.target.tensor === view.hand ? { index: view.target.index } : {};
+    this.showExample(view.example);
     Object.assign(this.state, view, { picked: null, handView, sourceView: {} });
-    if (this.exampleSelect) this.exampleSelect.value = String(this.state.example);
     this.tree.reveal(this.state.hand);
     this.drawCrumbs();
     this.showHand();
@@ -1022,8 +1063,7 @@ class App {
     this.updateCode();
     this.answer.marked = index;
     if (!this.answer.cellOf(index)) {
-      const { example } = this.row(this.state.source).layout;
-      if (example !== null && index[example] !== this.state.example) { this.state.example = index[example]; if (this.exampleSelect) this.exampleSelect.value = String(index[example]); }
+      this.showExampleOf(this.state.source, index);
       this.state.sourceView = { index };
       this.showAnswer(false).then(() => this.showElement());
     } else { this.answer.paint(); this.answer.read(); this.answer.makeChips(); this.showElement(); }
@@ -1058,7 +1098,7 @@ class App {
     const targeting = this.button("Make this the target", "t", () => this.follow());
     if (again && slider && this.slider) { this.slider.number.value = show(value, answer.data.narrow); slider.element = this.slider.element; } else if (slider) this.slider = slider; else this.slider = null;
     const focused = this.elementBox.contains(this.focused) ? this.focused : null;
-    this.swap(this.elementBox, number, valueLine, ...(slider ? [this.slider.element] : []), make("div", { className: "eg-actions" }, targeting), shares, verdict);
+    this.swap(this.elementBox, number, valueLine, ...(slider ? [this.slider.element] : []), make("div", { className: "eg-actions" }, targeting), verdict, shares);
     if (focused && this.elementBox.contains(focused)) focused.focus({ preventScroll: true });  // it was taken out and put back
     if (this.slider && this.slider.dragging) return;
     if (slope === null || slope === 0 || !Number.isFinite(slope)) { this.explain(); if (slope === null) return; }
@@ -1132,7 +1172,8 @@ class App {
     this.take(step.tensor, { index: step.index });
     this.setTarget({ tensor: step.tensor, index: step.index }, step.source, true, step.passed);
     this.tree.reveal(step.tensor);
-    this.say(`The strongest driver is ${this.elementText({ tensor: step.tensor, index: step.index })}`);
+    const isLast = !["activation", "output"].includes(this.row(step.tensor).kind);
+    this.say(`The strongest driver is ${this.elementText({ tensor: step.tensor, index: step.index })}${isLast ? ", where the walk ends" : ""}`);
   }
 
   async explain() {
@@ -1196,12 +1237,7 @@ class App {
     this.take(place.tensor, { index: place.index || undefined });
     this.tree.reveal(place.tensor);
     this.hand.canvas.focus({ preventScroll: true });
-    if (place.index) {
-      const axis = this.row(place.tensor).layout.example;
-      if (axis !== null) this.state.example = place.index[axis];
-      if (this.exampleSelect) this.exampleSelect.value = String(this.state.example);
-      this.setTarget({ tensor: place.tensor, index: place.index });
-    }
+    if (place.index) this.setTarget({ tensor: place.tensor, index: place.index });
   }
 
   help() {
@@ -1218,7 +1254,7 @@ class App {
     if (typing || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || this.dialog?.open) return;
     const actions = {
       "/": () => this.tree.search.focus(), s: () => this.setSource(this.state.hand), t: () => this.follow(), w: () => this.walk(), "[": () => this.travel(-1), "]": () => this.travel(1),
-      ",": () => this.setExample(this.state.example - 1), ".": () => this.setExample(this.state.example + 1), e: () => this.explain(), c: () => this.copy(), r: () => this.report(), "?": () => this.help(),
+      ",": () => this.setExample(this.state.example - 1), ".": () => this.setExample(this.state.example + 1), e: () => this.explain(), f: () => this.answer.zoomToField(), c: () => this.copy(), r: () => this.report(), "?": () => this.help(),
     };
     if (event.key in actions) { event.preventDefault(); actions[event.key](); }
   }
@@ -1234,6 +1270,7 @@ class App {
     if (this.alone) document.body.dataset.theme = this.root.dataset.theme;
     this.themeButton.textContent = `Theme: ${theme}`;
     this.colours = makeColours(this.start.colours[dark ? "dark" : "light"]);
+    this.greys = dark ? [16, 120] : [165, 255];
     this.nonfinite = Object.fromEntries(Object.entries(this.start.nonfinite).map(([kind, colour]) => [kind, hex(colour)]));
     try { localStorage.setItem("elementgrad-theme", theme); } catch { /* a notebook may have no storage */ }
     for (const picture of [this.hand, this.answer]) if (picture.data) { picture.resize(); picture.makeScale(); picture.makeChips(); }

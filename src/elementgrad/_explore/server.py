@@ -71,7 +71,9 @@ class Explorer:
             log_config=None,
             access_log=False,
             server_header=False,
-            ws="none",
+            loop="asyncio",  # not whichever is installed beside it
+            http="h11",
+            ws=WebSocketRefusal,
             lifespan="off",
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
@@ -114,6 +116,18 @@ class Explorer:
 
     def _serve(self) -> None:
         self._server.run(sockets=[self._socket])
+
+
+class WebSocketRefusal(asyncio.Protocol):
+    """Refuses a connection that is to become a WebSocket, of which the page has none."""
+
+    def __init__(self, **_: Any):
+        """Take what uvicorn gives the protocol that it hands a connection to."""
+
+    def connection_made(self, transport: Any) -> None:
+        LOG.warning("refused with 403: a WebSocket")
+        transport.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        transport.close()
 
 
 def make_app(session: Session, worker: Worker, token: str, port: int) -> Any:
@@ -163,7 +177,10 @@ def make_app(session: Session, worker: Worker, token: str, port: int) -> Any:
         """Serve every request alike: a router would answer unknown paths and methods itself, unchecked and unlogged."""
         request = Request(scope, receive)
         response = await serve(request)
-        await response(scope, receive, send)
+        try:
+            await response(scope, receive, send)
+        except asyncio.CancelledError:  # closing has waited long enough
+            LOG.warning("broke off an answer that its page does not take")
 
     return app
 
