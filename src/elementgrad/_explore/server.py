@@ -71,14 +71,15 @@ class Explorer:
             log_config=None,
             access_log=False,
             server_header=False,
-            loop="asyncio",  # not whichever is installed beside it
-            http="h11",
+            http="h11",  # not whichever is installed beside it
             ws=WebSocketRefusal,
             lifespan="off",
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name="elementgrad-explore-server", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="elementgrad-explore-server", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -114,8 +115,10 @@ class Explorer:
     def __repr__(self) -> str:
         return "Explorer(closed)" if self._closed.is_set() else f"Explorer({self.url!r})"
 
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._socket])
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=[self._socket])
+        for connection in self._server.server_state.connections:
+            connection.transport.abort()  # type: ignore[union-attr]  # its page does not take what was sent
 
 
 class WebSocketRefusal(asyncio.Protocol):
