@@ -7,7 +7,6 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.support.sharded_jax_model import (
     assert_only_places,
     batch,
     collectives,
+    expected,
     loss,
     numbers,
     parameters,
@@ -79,13 +79,6 @@ def training(layout: str) -> None:
         jax.jit(lambda values: elements.merge(values))(found),
     ):
         assert_only_places(elements, merged, params, BEFORE)
-
-
-@cache
-def expected() -> Any:
-    """Return the result on one device."""
-    params, elements = single()
-    return trained(elements, params, None)
 
 
 def patches(layout: str, directory: Path) -> None:

@@ -7,7 +7,7 @@ wrong, or null, and the bits of what was trained.
 import json
 import sys
 import traceback
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.support.sharded_jax_model import (
     assert_on_all,
     assert_only_places,
     batch,
+    expected,
     loss,
     numbers,
     parameters,
@@ -57,13 +58,6 @@ def training(layout: str) -> list[str]:
     with pytest.raises(RuntimeError, match="Please pass such arrays as arguments"):
         jax.jit(lambda values: elements.grad(lambda params: loss(params, tokens), values))(found)
     return [np.asarray(row).tobytes().hex() for row in found.values()]
-
-
-@cache
-def expected() -> Any:
-    """Return the result on one device."""
-    params, elements = single()
-    return trained(elements, params, None)
 
 
 def patches(layout: str, directory: Path) -> None:
