@@ -206,11 +206,34 @@ def _to_json(values: Mapping[str, _Derivative]) -> str:
             "dtype": each.dtype,
             "shape": list(each.array.shape),
             "hex": [float(number).hex() for number in _parts(each.array)],
-            "decimal": [float(f"{number:.6g}") for number in _parts(each.array)],
+            "decimal": [float(f"{x:.6g}") if math.isfinite(x) else str(x) for x in _parts(each.array)],
         }
         for name, each in values.items()
     }
     return json.dumps({"format": FORMAT, "derivatives": derivatives}, indent=1) + "\n"
+
+
+def _from_json(text: str) -> "dict[str, _Derivative] | None":
+    """Return the derivatives in the text of a file; None if it is no snapshot."""
+    import json
+
+    try:
+        content = json.loads(text)
+        known = content["format"] == FORMAT
+        return {name: _parse(each) for name, each in content["derivatives"].items()} if known else None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return None
+
+
+def _parse(kept: Mapping[str, Any]) -> _Derivative:
+    import numpy as np
+
+    from elementgrad._explain.differences import EPSILON
+
+    numbers = np.array([float.fromhex(text) for text in kept["hex"]])
+    is_complex = numbers.size > math.prod(kept["shape"])
+    array = (numbers.view(np.complex128) if is_complex else numbers).reshape(kept["shape"])
+    return _Derivative(max([kept["dtype"]], key=EPSILON.__getitem__), array)
 
 
 def _parts(array: "np.ndarray") -> "np.ndarray":
@@ -230,27 +253,20 @@ def _write(path: Path, text: str) -> None:
 
 def _compare(path: Path, values: Mapping[str, _Derivative], scales: Callable[[], Mapping[str, float]]) -> str | None:
     """Return what differs from the file; None if nothing does. `scales` takes more runs, and is called if need be."""
-    import json
-
     if not path.exists():
         return f"there is no {FOLDER}/{path.name} yet; run pytest --update-gradients to write it, and commit it"
-    try:
-        kept = json.loads(path.read_text())
-        derivatives = kept["derivatives"] if kept["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError):
-        derivatives = None
-    if not isinstance(derivatives, dict):
+    kept = _from_json(path.read_text())
+    if kept is None:
         return f"{FOLDER}/{path.name} is no snapshot of this format; run pytest --update-gradients to write it anew"
-    if list(derivatives) != list(values):
+    if list(kept) != list(values):
         return (
-            f"{FOLDER}/{path.name} has {', '.join(derivatives)}, and now there are {', '.join(values)}; run pytest "
+            f"{FOLDER}/{path.name} has {', '.join(kept)}, and now there are {', '.join(values)}; run pytest "
             "--update-gradients if that is meant"
         )
-    lines = [line for name, each in values.items() for line in _differences(name, each, derivatives[name])]
+    lines = [line for name, each in values.items() for line in _differences(name, each, kept[name])]
     if lines:
         known = scales()
-        pairs = [(name, each, known[name]) for name, each in values.items()]
-        lines = [line for name, each, scale in pairs for line in _differences(name, each, derivatives[name], scale)]
+        lines = [line for name, each in values.items() for line in _differences(name, each, kept[name], known[name])]
     if not lines:
         return None
     return "\n".join(
@@ -258,16 +274,18 @@ def _compare(path: Path, values: Mapping[str, _Derivative], scales: Callable[[],
     )
 
 
-def _differences(name: str, now: _Derivative, kept: Mapping[str, Any], scale: float = 0.0) -> list[str]:
+def _differences(name: str, now: _Derivative, kept: _Derivative, scale: float = 0.0) -> list[str]:
     import numpy as np
 
     from elementgrad._explain.differences import BLURRED, EPSILON, SLACK
 
-    shape, dtype = list(now.array.shape), kept["dtype"]
-    if kept["shape"] != shape:
-        return [f"{name} had shape {tuple(kept['shape'])}, and has {tuple(shape)}"]
-    before, after = np.array([float.fromhex(text) for text in kept["hex"]]), _parts(now.array)
-    coarser = max((dtype, now.dtype), key=EPSILON.__getitem__)
+    shape = now.array.shape
+    if kept.array.shape != shape:
+        return [f"{name} had shape {kept.array.shape}, and has {shape}"]
+    if kept.array.dtype.kind != now.array.dtype.kind and "c" in (kept.array.dtype.kind, now.array.dtype.kind):
+        return [f"{name} is {'complex' if now.array.dtype.kind == 'c' else 'real'} now"]
+    before, after = _parts(kept.array), _parts(now.array)
+    coarser = max((kept.dtype, now.dtype), key=EPSILON.__getitem__)
     # As `eg.check` judges gradients: so many units of rounding of the summands, of which the largest number tells.
     share = min(BLURRED * EPSILON[coarser], SLACK[coarser])
     bound = share * float(np.max(np.abs(before[np.isfinite(before)]), initial=scale))
@@ -279,6 +297,6 @@ def _differences(name: str, now: _Derivative, kept: Mapping[str, Any], scale: fl
     parts = 2 if now.array.dtype.kind == "c" else 1
     lines = [f"{name}: {wrong.size} of {before.size} numbers differ by more than {bound:.2g} ({coarser})"]
     for number in wrong[:SHOWN]:
-        index = [int(n) for n in np.unravel_index(number // parts, now.array.shape)] if shape else []
-        lines.append(f"  {name}{index}: was {float(before[number])}, is {float(after[number])}")
+        index = [int(n) for n in np.unravel_index(number // parts, shape)]
+        lines.append(f"  {name}{index or ''}: was {float(before[number])}, is {float(after[number])}")
     return lines + ([f"  and {wrong.size - SHOWN} more"] if wrong.size > SHOWN else [])

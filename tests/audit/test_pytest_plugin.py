@@ -1,5 +1,6 @@
 """The fixture `gradients`: snapshots are exact, readable and forgive rounding; runs of pytest are in tests/slow."""
 
+import json
 import subprocess
 import sys
 
@@ -71,6 +72,42 @@ def test_bad_snapshots_get_one_sentence(tmp_path):
     (tmp_path / "gradients" / "test_it.same.json").write_text("{}")
     with pytest.raises(pytest.fail.Exception, match="is no snapshot of this format"):
         snapshots(tmp_path).snapshot("same", torch.sin, x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kept: kept.pop("dtype"),
+        lambda kept: kept.update(dtype="int32"),
+        lambda kept: kept.update(hex=[]),
+        lambda kept: kept.update(hex=["one"]),
+        lambda kept: kept.update(shape=[3]),
+        lambda kept: kept.update(shape="wide"),
+    ],
+)
+def test_a_damaged_snapshot_is_said_and_never_passes(change, tmp_path):
+    x = torch.tensor([1.0])
+    snapshots(tmp_path, update=True).snapshot("sin", torch.sin, x)
+    file = tmp_path / "gradients" / "test_it.sin.json"
+    content = json.loads(file.read_text())
+    change(content["derivatives"]["d"])
+    file.write_text(json.dumps(content))
+    with pytest.raises(pytest.fail.Exception, match="is no snapshot of this format"):
+        snapshots(tmp_path).snapshot("sin", torch.sin, x)
+
+
+def test_complex_numbers_and_single_ones_are_kept(tmp_path):
+    for name, x in (("complex", torch.tensor([1.0 + 2.0j, 0.5j])), ("single", torch.tensor(2.0))):
+        snapshots(tmp_path, update=True).snapshot(name, lambda x: (x * x).sum(), x)
+        snapshots(tmp_path).snapshot(name, lambda x: (x * x).sum(), x)
+        with pytest.raises(pytest.fail.Exception, match=r"d(\[0\])?: was"):
+            snapshots(tmp_path).snapshot(name, lambda x: (x * x * x).sum(), x)
+    with pytest.raises(pytest.fail.Exception, match="d had shape"):
+        snapshots(tmp_path).snapshot("complex", lambda x: (x * x).sum(), torch.ones(3))
+    with pytest.raises(pytest.fail.Exception, match="d is real now"):
+        snapshots(tmp_path).snapshot("complex", lambda x: (x * x).sum(), torch.ones(2))
+    text = (tmp_path / "gradients" / "test_it.complex.json").read_text()
+    assert "NaN" not in text
 
 
 def test_the_plugin_imports_nothing_until_a_test_uses_it():

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.tensorflow import _compat
+from elementgrad._backends.tensorflow import _compat, audit
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
 from elementgrad._backends.tensorflow.explain_rules import NUMBERS, is_differentiable
 from elementgrad._backends.tensorflow.isolate import isolated
@@ -225,21 +225,29 @@ def _restore_function(model: Any, original: Any) -> None:
 
 
 def record_step(model: Any, data: Any, before: Mapping[str, Tensor]) -> StepRecord:
-    """Run the forward and the loss of a step again from earlier values, with every operation recorded."""
-    x, y, sample_weight = _unpack(data)
+    """Run the forward and the loss of a step again from earlier values, with every operation recorded.
+
+    Of a `train_step` that the user wrote, that is all up to where it asks for gradients.
+    """
     recorder = TensorflowOpRecorder(KerasModel(model), record_step.__code__)
     tape = tf.GradientTape(persistent=True)
     with restored(model, before), isolated():
-        x, y, sample_weight = pytree.map_tree((x, y, sample_weight), _as_tensor)
+        data = pytree.map_tree(data, _as_tensor)
+        x, y, sample_weight = _unpack(data)
         enter(tape)
         parts = zip(DATA, (x, y, sample_weight), strict=True)
         named = [leaf for name, part in parts for leaf in pytree.named_leaves(part, name)]
         inputs = [(name, leaf) for name, leaf in named if isinstance(leaf, tf.Tensor)]
         ids = [recorder.value_id(leaf) for _, leaf in inputs]
         with run_functions_as_python(), recorder.record_thread():
-            y_pred = model(x, training=True) if _compat.takes_training(model) else model(x)
-            compute = _compat.compute_loss_of(model)
-            loss = tf.convert_to_tensor(compute(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True))
+            if type(model).train_step is not keras.Model.train_step:
+                step, y_pred = partial(model.train_step, data), None
+                loss = audit.implementation.loss_of_step(KerasModel(model), step)()
+            else:
+                y_pred = model(x, training=True) if _compat.takes_training(model) else model(x)
+                compute = _compat.compute_loss_of(model)
+                loss = compute(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            loss = tf.convert_to_tensor(loss)
             outputs = [(name, out) for name, out in pytree.named_leaves(y_pred, "output") if isinstance(out, tf.Tensor)]
             named_outputs = [NamedValue(name, "output", recorder.value_id(out), out) for name, out in outputs]
             final = NamedValue("the loss", "output", recorder.value_id(loss), loss)
