@@ -31,7 +31,16 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe, weighted_gradient
 from elementgrad._explain.replay import Replay
-from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Record, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import (
+    Hint,
+    LiveReport,
+    Numbers,
+    OpGraph,
+    Record,
+    Trace,
+    Verdict,
+    cannot_follow,
+)
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
@@ -206,14 +215,15 @@ class Explanation(pytree.Leaf):
         self._require_real(of.name, trace.target)
         self._names = _with_index(of.name, self._target_place), self._names[1]
         probe = Probe(self._call, source, self.target, of, wrt, self._run_limit)
+        replay = Replay(trace, *probe.seeds, probe.wrt)
         try:
-            gradient, largest = self._gradient(trace, probe)
+            gradient, largest = self._gradient(trace, replay, probe)
         except Exception as error:
             hint = trace.hint_for_error(error)
             if hint is None:
                 raise
             return self._diagnosis("unconnected", CauseFinding.of_hint(hint), path)
-        return self._judge(trace, path, probe, gradient, largest)
+        return self._judge(trace, replay, path, probe, gradient, largest)
 
     @cached_property
     def source(self) -> TensorRef:
@@ -268,21 +278,26 @@ class Explanation(pytree.Leaf):
             self._failures.append(cannot_follow(error))
             return None
 
-    def _gradient(self, trace: Trace, probe: Probe) -> tuple[np.ndarray | None, float]:
+    def _gradient(self, trace: Trace, replay: Replay, probe: Probe) -> tuple[np.ndarray | None, float]:
         """Return the gradient at the chosen elements as float64 (None without a path), and the largest of all."""
-        positions, weights = probe.seeds
-        gradient = trace.gradient(positions, weights)
+        gradient = replay.gradient()
         if gradient is None:
             return None, 0.0
         gradient = trace.apply_source_hooks(gradient)
-        if len(positions) == 1:
+        if len(probe.of) == 1:
             selection = probe.wrt_operand.base
             self._value = gradient if selection is None else self._backend.take(gradient, selection)
         values = self._floats(gradient)
         return values[probe.wrt], float(np.abs(values).max(initial=0.0))
 
     def _judge(
-        self, trace: Trace, path: DataPath, probe: Probe, gradient: np.ndarray | None, largest: float
+        self,
+        trace: Trace,
+        replay: Replay,
+        path: DataPath,
+        probe: Probe,
+        gradient: np.ndarray | None,
+        largest: float,
     ) -> Diagnosis:
         if isinstance(trace, OpaqueTrace):
             return self._judge_without_path(path, gradient)
@@ -292,7 +307,6 @@ class Explanation(pytree.Leaf):
             moves = probe.moves() if undecided and self._may_probe else None
             return self._diagnosis("unconnected", why_unconnected(path, moves), path)
         value = self._floats(trace.target)[probe.of]
-        replay = Replay(trace, *probe.seeds, probe.wrt)
         if not np.isfinite(gradient).all():
             evidence = self._evidence(replay, probe, finite=bool(np.isfinite(value).all()))
             return self._diagnosis("nonfinite", why_nonfinite(path, evidence), path)
@@ -366,6 +380,7 @@ class OpaqueTrace(Trace):
 
     def __init__(self, backend: Backend, run: PartialCall, source: Tensor | None):
         self._backend = backend
+        self.numbers = Numbers(backend)
         self._run = run
         self._source = source
         captured: list[Tensor] = []

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -60,13 +61,41 @@ class Replay:
         chosen = np.abs(arriving.reshape(-1)[self._of]).max(initial=0.0)
         return Tangents(sizes, float(chosen), bool(np.delete(arriving, self._of).any()))
 
+    def gradient(self) -> Tensor | None:
+        """Return the gradient for the whole source, or None if the framework's derivative has no path.
+
+        Errors of the framework pass through.
+        """
+        trace = self._trace
+        if not trace.follows_rules:
+            return trace.gradient(self._of, self._weights)
+        if trace.graph.target not in self._connected:
+            return None
+        sizes, gradient = self._pulled
+        if sizes is None:
+            raise next(op.error for op in reversed(self._ops) if op.error is not None)
+        return self._numbers.like(np.zeros(tuple(trace.source.shape)), trace.source) if gradient is None else gradient
+
     def cotangents(self) -> Mapping[Op, CotangentSizes] | None:
         """Pull back the gradient of the target's elements.
 
         Where an operation reads the source itself, only the source's chosen elements count at its inputs.
         """
+        return self._pulled[0]
+
+    @cached_property
+    def _pulled(self) -> tuple[Mapping[Op, CotangentSizes] | None, Tensor | None]:
+        """The sizes of the cotangents, and that of the source itself."""
+        arrived: dict[int, Tensor] = {}
+
+        def see(value: int, cotangent: Tensor) -> None:
+            if value == self._trace.graph.source:
+                arrived[value] = cotangent
+
+        chosen = self._sources, self._wrt
         with self._trace.following():
-            return pull_cotangents(self._ops, self._connected, self._seed(), self._numbers, (self._sources, self._wrt))
+            sizes = pull_cotangents(self._ops, self._connected, self._seed(), self._numbers, chosen, see)
+        return sizes, next(iter(arrived.values()), None)
 
     def overlap(self) -> ReachOverlap | None:
         """Find, element by element, what can move with the source's elements and has a gradient.
@@ -190,11 +219,16 @@ def finite_flags(op: Op, numbers: Numbers) -> FiniteFlags:
     """Check which inputs and outputs of one operation are finite."""
     sides = [[x for x in side if numbers.is_differentiable(x)] for side in (op.operands, op.results)]
     inputs, outputs = [all(math.isfinite(numbers.size(x)) for x in side) for side in sides]
-    overflows = False
+    inputs = inputs and all(map(math.isfinite, op.scalars))
+    overflows = undefined = False
     if not outputs:
         operands, results = [[numbers.array(x) for x in side] for side in sides]
         overflows = all(x.all() for x in operands) and not any(np.isnan(x).any() for x in results)
-    return FiniteFlags(inputs and all(map(math.isfinite, op.scalars)), outputs, bool(overflows))
+        small = inputs and all(
+            numbers.size(x) < float(np.finfo(a.dtype).max) ** 0.5 for x, a in zip(sides[0], operands, strict=True)
+        )
+        undefined = small and not any(np.isinf(x).any() for x in results)
+    return FiniteFlags(inputs, outputs, bool(overflows), undefined)
 
 
 def push_tangents(
@@ -258,7 +292,8 @@ def pull_cotangents(
         if any(value in connected for value in op.outputs):
             try:
                 leaving = op.vjp(arriving, wanted)
-            except Exception:  # it has no rule
+            except Exception as error:  # it has no rule
+                op.error = error
                 return None
         pulled = {n: g for n, g in enumerate(leaving) if g is not None and wanted[n]}
         for n, g in pulled.items():

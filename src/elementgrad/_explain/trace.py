@@ -235,6 +235,8 @@ class FiniteFlags:
     outputs: bool
     overflows: bool = False
     """True if infinity comes out, and no NaN, though no input is zero."""
+    undefined: bool = False
+    """True if NaN comes out, and no infinity, though no input is so large that its square overflows."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,8 @@ class Trace:
     """Makes a context in which operations run again without disturbing anything."""
     later_ids: Sequence[int] = ()
     """Of a source that is a variable, the values after writes to it."""
+    follows_rules: bool = False
+    """True if the vjps of the operations are the framework's derivative of the run: no other one need be computed."""
 
     def apply_source_hooks(self, gradient: Tensor) -> Tensor:
         """Return the gradient after the user's own hooks on the source."""
@@ -278,7 +282,7 @@ class Trace:
 
         None if the framework's derivative has no path. Errors of the framework pass through.
         """
-        return None
+        raise NotImplementedError
 
 
 class Record(ABC):

@@ -7,7 +7,7 @@ at a time.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -84,37 +84,24 @@ class JaxTrace(Trace):
         # The rules are asked only now that the run is over: the user's own may expect to be called once in a run.
         self.graph = connect(record.ops, [start.value_id], target_id, NUMBERS, CUTS, is_random=record.is_random)
 
-    @cached_property
-    def _pull(self) -> Callable[[Array], Array | None]:
-        """The vjp of the run, by JAX: of the record, or of the function itself where the record may differ from it.
+    @property
+    def follows_rules(self) -> bool:  # type: ignore[override]
+        """True unless the record may differ from the function.
 
         JAX may refuse to differentiate a function in which numbers leave JAX, and it connects what a branch of `cond`
         connects that was not taken.
         """
         ops, connected = self.graph.ops, self.graph.target in self.graph.connected
-        exits = self._record.differs or any(op.cut_cause == "left-framework" and not op.branches for op in ops)
-        if exits or (not connected and any(op.op_type == "cond" for op in ops)):
-            source, target = self._index
-            linear = self._record.linearize()
-            return lambda seed: next((g[0] for g in linear.vjp(target, [source], seed[None]) if g is not None), None)
-        if not connected:
-            return lambda seed: None
-        pull_back = jax.vjp(self._program, self.source)[1]
-        return lambda seed: pull_back(seed)[0]
-
-    def _program(self, source: Array) -> Array:
-        """Run the recorded operations with another source, as far as their derivatives lead to it."""
-        graph, values = self.graph, {self.graph.source: source}
-        for op in graph.ops:
-            if not values.keys().isdisjoint(op.inputs) and not graph.connected.isdisjoint(op.outputs):
-                operands = [values.get(value, x) for value, x in zip(op.inputs, op.operands, strict=True)]
-                results = zip(op.outputs, op.function(*operands), strict=True)
-                values.update({value: x for value, x in results if value in graph.connected})
-        return values[graph.target]
+        if self._record.differs or any(op.cut_cause == "left-framework" and not op.branches for op in ops):
+            return False
+        return connected or all(op.op_type != "cond" for op in ops)
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Array | None:
+        source, target = self._index
+        seed = self.numbers.at(self.target, of, weights)
         with plain_errors():
-            return self._pull(self.numbers.at(self.target, of, weights))
+            pulled = self._record.linearize().vjp(target, [source], seed[None])
+        return next((g[0] for g in pulled if g is not None), None)
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         why = f"jax refuses to differentiate it: {reason(error)}"
@@ -122,26 +109,10 @@ class JaxTrace(Trace):
         if isinstance(error, jax.errors.JAXTypeError) and exits:
             return Hint("left-framework", why, exits[0])
         for op in self.graph.ops:
-            missing = self._vjp_error(op)
-            if missing is not None:
-                return Hint(op.cut_cause or "no-rule", reason(missing), op)
+            if op.error is not None:
+                return Hint(op.cut_cause or "no-rule", reason(op.error), op)
         # The function itself ran without an error, so that this one comes from tracing it.
         return Hint(None, why, Op("a transformation of jax", user_line_of(error, is_user_file)))
-
-    def _vjp_error(self, op: JaxOp) -> Exception | None:
-        """Return why an operation cannot be differentiated in reverse, if it cannot."""
-        connected = self.graph.connected
-        pairs = zip(op.inputs, op.operands, strict=True)
-        wanted = [value in connected and is_differentiable(x) for value, x in pairs]
-        made = zip(op.outputs, op.results, strict=True)
-        seeds = [jnp.zeros_like(y) if value in connected else None for value, y in made]
-        if op.error is not None or not any(wanted) or all(seed is None for seed in seeds):
-            return op.error
-        try:
-            op.vjp(seeds, wanted)
-        except Exception as error:
-            return error
-        return None
 
 
 class JaxExplain(ExplainBackend):

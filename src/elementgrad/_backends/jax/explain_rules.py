@@ -103,7 +103,7 @@ class JaxOp(Op):
         self.inner = frozenset(inner or {self.op_type})
         keys = any(jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in self.operands)
         self.can_rerun = not keys and NOT_RERUN.isdisjoint({self.op_type, *inner})
-        self.kind = kind_of(self.op_type, self.operation, self.inner)
+        self.kind = None if self.custom_gradient else kind_of(self.op_type, self.operation, self.inner)
         self.loops, self.compares = self.op_type in LOOPS, not COMPARISONS.isdisjoint(self.inner)
 
     def rerun(self, operands: Sequence[Array]) -> list[Array]:
@@ -140,8 +140,14 @@ class JaxOp(Op):
     def vjp(self, cotangents: Sequence[Array | None], wanted: Sequence[bool]) -> list[Array | None]:
         arriving = {n: g for n, g in enumerate(cotangents) if g is not None}
         active = [n for n, needed in enumerate(wanted) if needed]
-        _, pull = jax.vjp(self._partial(active, list(arriving)), *[self.operands[n] for n in active])
-        pulled = dict(zip(active, pull(tuple(arriving.values())), strict=True))
+        # What is linear is transposed, without computing it forwards; a product is linear in each of its operands.
+        linear = self.kind in (kinds.MOVE, kinds.SUM, kinds.MATRIX_PRODUCT)
+        groups = [[n] for n in active] if self.kind == kinds.MATRIX_PRODUCT else [active]
+        pulled: dict[int, Array] = {}
+        for group in groups:
+            function, xs = self._partial(group, list(arriving)), [self.operands[n] for n in group]
+            pull = jax.linear_transpose(function, *xs) if linear else jax.vjp(function, *xs)[1]
+            pulled.update(zip(group, pull(tuple(arriving.values())), strict=True))
         return [pulled.get(n) for n in range(len(self.operands))]
 
     def _differentiable_results(self) -> list[int]:

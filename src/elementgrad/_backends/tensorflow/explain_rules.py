@@ -116,7 +116,8 @@ class TensorflowOp(Op):
         handles = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.operands, *self.results)]
         rerunnable = self.backward is None and not self.inner and self.op_type not in NOT_RERUN
         self.can_rerun = rerunnable and not any(handles)
-        self.kind = None if self.inner else kind_of(self.op_type, self.operation, self.operands)
+        named = not self.inner and not self.custom_gradient
+        self.kind = kind_of(self.op_type, self.operation, self.operands) if named else None
         self.inner_cause, self.misses = cause_inside(self, CUTS), out_of_range(self)
 
     def vjp(self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool] = ()) -> list[Tensor | None]:
