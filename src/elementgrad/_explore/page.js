@@ -320,14 +320,14 @@ class Picture {
     }
   }
 
-  // Rectangles are drawn twice, dark on light, so that they stand out from any colour.
+  // Rectangles are drawn twice, dark on light, so that they stand out from any colour, and within the canvas.
   frame(context, x, y, width, height, thickness, colour) {
-    context.lineWidth = thickness + 2;
-    context.strokeStyle = this.app.style("--eg-paper");
-    context.strokeRect(x, y, width, height);
-    context.lineWidth = thickness;
-    context.strokeStyle = colour;
-    context.strokeRect(x, y, width, height);
+    const margin = thickness / 2 + 1, left = Math.max(x, margin), top = Math.max(y, margin);
+    const right = Math.min(x + width, this.geometry.width - margin), bottom = Math.min(y + height, this.geometry.height - margin);
+    for (const [wide, stroke] of [[thickness + 2, this.app.style("--eg-paper")], [thickness, colour]]) {
+      Object.assign(context, { lineWidth: wide, strokeStyle: stroke });
+      context.strokeRect(left, top, right - left, bottom - top);
+    }
   }
 
   outline(context, cell, thickness) {
@@ -591,6 +591,11 @@ class Picture {
     this.scale.replaceChildren(make("span", {}, brief(low)), make("span", "eg-ramp", strip, make("span", {}, middle)),
       make("span", {}, brief(high)), make("span", "eg-word", word));
     if (slopes && this.field) this.scale.append(make("span", "eg-key", make("i", "eg-frame"), this.fieldText));
+    for (const [kind, count] of Object.entries(scale.nonfinite)) {
+      const swatch = make("i", "eg-swatch");
+      swatch.style.background = `rgb(${this.app.nonfinite[kind].join(" ")})`;
+      this.scale.append(make("span", "eg-key", swatch, `${count} ${kind}`));
+    }
   }
 
   setField(field, exact) {
@@ -853,18 +858,16 @@ class App {
     this.open();
   }
 
-  // Open with the largest element of the output as the target, so that there is an answer at once.
+  // Open with the largest number of the output in sight as the target, so that there is an answer at once.
   async open() {
     this.tree.draw();
     const data = await this.showHand();
     if (!data || this.state.target || !this.row(this.state.hand).floating) return;
-    let best = null;
-    const { tiles, rows, columns } = this.hand.size;
-    for (let t = 0; t < tiles; t += 1) for (let r = 0; r < rows; r += 1) for (let c = 0; c < columns; c += 1) {
-      const cell = { t, r, c };
-      if (!best || this.hand.values[this.hand.at(cell)] > this.hand.values[this.hand.at(best)]) best = cell;
-    }
-    if (best && !this.state.target) this.setTarget({ tensor: this.state.hand, index: this.hand.indexOf(best) });
+    const { values, size: { rows, columns } } = this.hand;
+    let best = 0;
+    values.forEach((value, at) => { if (value > values[best] || Number.isNaN(values[best])) best = at; });
+    const cell = { t: Math.floor(best / (rows * columns)), r: Math.floor(best / columns) % rows, c: best % columns };
+    this.setTarget({ tensor: this.state.hand, index: this.hand.indexOf(cell) });
   }
 
   get alone() { return document.body.classList.contains("elementgrad-page"); }  // not among others in a notebook
@@ -1223,21 +1226,22 @@ class App {
     this.backButton.disabled = this.position <= 0;
     this.forwardButton.disabled = this.position >= this.history.length - 1;
     const isNew = (at) => at === 0 || !sameElement(this.history[at].view.target, this.history[at - 1].view.target);
-    const shown = this.history.map((entry, at) => ({ ...entry, at })).filter(({ at }) => at === this.position || isNew(at));
+    const shown = this.history.map((entry, at) => ({ ...entry, at })).filter(({ at }) => isNew(at));
+    const current = shown.findLast(({ at }) => at <= this.position);
     const items = shown.slice(-8).flatMap(({ view, passed, at }) => [
       ...passed.map((element) => {
         const title = `${this.elementText(element)} is the same number: look at it`;
         return make("li", "eg-passed", this.link(`via ${this.row(element.tensor).name}`, () => this.look(element), { title }));
       }),
       make("li", {}, this.link(this.elementText(view.target), () => this.goTo(at),
-        { "aria-current": at === this.position ? "step" : null })),
+        { "aria-current": at === current.at ? "step" : null })),
     ]);
     if (shown.length > 8) items.unshift(make("li", {}, `${shown.length - 8} earlier`));
     this.swap(this.crumbs, ...items);
-    const { passed } = this.history[this.position];
+    const { passed } = current;
     this.passedNote.hidden = !passed.length;
     if (!passed.length) return;
-    const from = this.elementText(this.history[this.position - 1].view.target);
+    const from = this.elementText(this.history[current.at - 1].view.target);
     const same = passed.map((element) => this.elementText(element)).join(" and ");
     this.passedNote.textContent = `${from} is the same number as ${same}; the walk went on from there.`;
   }
@@ -1411,7 +1415,7 @@ class App {
       ...lines.filter(([, text]) => text).map(([word, text]) => make("p", {}, `${word}: ${text}`)));
     const place = picked ? this.elementBox.querySelector(".eg-verdict") : null;
     if (place) place.replaceChildren(box);
-    else { this.elementBox.hidden = false; this.swap(this.elementBox, make("div", "eg-verdict", box)); }
+    else { this.missing.hidden = true; this.elementBox.hidden = false; this.swap(this.elementBox, make("div", "eg-verdict", box)); }
   }
 
   async updateCode() {
@@ -1511,7 +1515,7 @@ class App {
     if (this.alone) document.body.dataset.theme = this.root.dataset.theme;
     this.themeButton.textContent = `Theme: ${theme}`;
     this.colours = makeColours(this.start.colours[dark ? "dark" : "light"]);
-    this.greys = dark ? [16, 120] : [165, 255];
+    this.greys = dark ? [40, 130] : [165, 255];
     this.nonfinite = Object.fromEntries(Object.entries(this.start.nonfinite).map(([kind, colour]) => [kind, hex(colour)]));
     try { localStorage.setItem("elementgrad-theme", theme); } catch { /* a notebook may have no storage */ }
     for (const picture of [this.hand, this.answer].filter(({ data }) => data)) {

@@ -245,6 +245,7 @@ def describe_scale(values: np.ndarray) -> dict[str, Any]:
         "limit": scale.limit,
         "lowest": scale.lowest,
         "highest": scale.highest,
+        "nonfinite": scale.nonfinite,
         "notes": scale.notes,
         "description": scale.description,
     }
