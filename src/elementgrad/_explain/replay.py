@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad._explain.dependence import dependent_outputs
-from elementgrad._explain.kinds import why_nothing_leaves
+from elementgrad._explain.kinds import PADDING, why_nothing_leaves
 from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     CotangentSizes,
@@ -249,11 +249,13 @@ def push_tangents(
             except Exception:  # it has no rule
                 return None
         reached = {n: t for n, t, passes in zip(op.outputs, leaving, live, strict=False) if passes and t is not None}
+        at_outputs = worst(map(numbers.size, reached.values()))
+        cause = why_nothing_leaves(op, arriving, numbers, at_outputs != 0) if any(live) and at_inputs > 0 else None
+        if cause == PADDING:
+            reached, at_outputs = {}, 0.0
         for value in {value for value in op.inputs if last_use.get(value) is op}:
             tangents.pop(value, None)
         tangents.update(reached)
-        at_outputs = worst(map(numbers.size, reached.values()))
-        cause = why_nothing_leaves(op, arriving, numbers, at_outputs != 0) if any(live) and at_inputs > 0 else None
         sizes[op] = TangentSizes(at_inputs, at_outputs, cause)
     return sizes
 
