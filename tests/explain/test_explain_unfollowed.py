@@ -15,7 +15,7 @@ from elementgrad._backends.torch import trace as torch_trace
 from tests.support.operations import OPS
 
 INTERNALS = {
-    "torch": (torch_words, "may_write"),
+    "torch": (torch_words, "written_tensors"),
     "tensorflow": (tensorflow_words, "op_word"),
     "jax": (JaxWatch, "process_primitive"),
 }

@@ -375,7 +375,7 @@ class _VanishedTangent:
         return "masked" if cause == "cancelled" and op.operation in MATRIX_PRODUCTS else cause
 
     def _is_query(self, op: Op) -> bool:
-        """Return True if only the queries of an attention move: each has a result of its own, and no mask removes it."""
+        """Return True if only queries of an attention move: each has a result of its own, which no mask removes."""
         moving = self._overlap.dependent if self._overlap is not None else set(op.inputs)
         return op.operation.endswith("attention") and moving.isdisjoint(op.inputs[1:])
 

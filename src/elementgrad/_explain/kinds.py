@@ -74,8 +74,8 @@ KINDS = kind_table(
             matmul mm bmm mv dot vdot inner tensordot dot_general linear dense einsum addmm baddbmm bilinear conv1d
             conv2d conv3d""",
         ELEMENTWISE: """
-            neg negative tanh sigmoid logistic relu gelu silu exp erf erfc sin cos log sqrt rsqrt abs clone contiguous float
-            double half bfloat16 squared_difference""",
+            neg negative tanh sigmoid logistic relu gelu silu exp erf erfc sin cos log sqrt rsqrt abs clone contiguous
+            float double half bfloat16 squared_difference""",
         MOVE: """
             view reshape flatten transpose permute T mT squeeze unsqueeze expand_dims split chunk unbind unstack cat
             concat concatenate stack expand tile broadcast_in_dim index_select gather narrow indexing slice
