@@ -131,7 +131,9 @@ def _click_around(page: Any, layer: str, processor_seconds: Callable[[], float])
     page.wait_for_function("name => document.querySelector('.eg-hand-title').textContent === name", arg=layer)
     page.wait_for_function(IDLE)
     box = page.locator(".eg-centre canvas.eg-canvas").bounding_box()
-    chance, waits, seconds = random.Random(0), [], []
+    chance = random.Random(0)
+    waits: list[float] = []
+    seconds: list[float] = []
     while len(waits) < CLICKS:
         # In the upper part, since the last row of tiles may be half empty.
         x, y = box["x"] + chance.uniform(0, box["width"]), box["y"] + chance.uniform(0, 0.45 * box["height"])

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from elementgrad._explain.diagnosis import Diagnosis as Diagnosis
     from elementgrad._explore.api import explore as explore
     from elementgrad._explore.server import Explorer as Explorer
-    from elementgrad._names.capture import tag as tag
     from elementgrad._names.names import names as names
-    from elementgrad._place.edit import choose as choose
+    from elementgrad._names.tag import tag as tag
+    from elementgrad._place.choose import choose as choose
     from elementgrad._place.place import Place as Place
     from elementgrad._place.place import at as at
     from elementgrad._place.selection import Selection as Selection
@@ -78,7 +78,7 @@ __version__ = "0.2.0"
 _MODULES = {
     name: module
     for module, names in {
-        "_place.edit": ("choose",),
+        "_place.choose": ("choose",),
         "_audit.api": ("audit",),
         "_audit.result": ("Audit", "Finding"),
         "_explain.api": ("explain",),
@@ -86,8 +86,8 @@ _MODULES = {
         "_explain.diagnosis": ("Diagnosis",),
         "_explore.api": ("explore",),
         "_explore.server": ("Explorer",),
-        "_names.capture": ("tag",),
         "_names.names": ("names",),
+        "_names.tag": ("tag",),
         "_place.place": ("at", "Place"),
         "_place.selection": ("Selection",),
         "_read.api": ("grad", "hessian", "jacobian", "value"),

@@ -173,6 +173,41 @@ def test_a_bad_buffer_is_named_too_and_so_are_parameters_of_keras_and_jax():
     assert (finding.cause, finding.operation, len(finding.parameters)) == ("singular", "log", 8)
 
 
+@pytest.mark.parametrize(
+    ("change", "cause", "reason"),
+    [
+        (lambda out: nn.functional.cross_entropy(out, torch.full((12,), -100)), "singular", "cross_entropy"),
+        (lambda out: (out.exp() * float("inf")).mean(), "bad-input", "a number given to mul is inf"),
+        (
+            lambda out: nn.functional.batch_norm(out, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0])).sum(),
+            "singular",
+            "batch_norm",
+        ),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_explained_by_the_operation_that_makes_it(change, cause, reason):
+    audit = eg.audit(nn.Linear(6, 3), lambda model: change(model(X[:12])))
+    (finding,) = audit.findings
+    assert (finding.problem, finding.cause, finding.parameters) == ("not finite", cause, ("weight", "bias"))
+    assert reason in finding.reason
+    assert finding.where.startswith("test_audit.py:")
+
+
+def test_a_model_that_the_loss_does_not_use_is_one_finding():
+    audit = eg.audit(Net(), lambda model: mlp()(X).square().mean())
+    (finding,) = audit.findings
+    assert (finding.cause, len(finding.parameters)) == ("unused", 8)
+    assert "except_" in finding.fix
+
+
+def test_a_loss_that_cannot_be_followed_is_a_finding_all_the_same():
+    audit = eg.audit(Net(), lambda model: loss(copy.deepcopy(model)))
+    (finding,) = audit.findings
+    assert (finding.problem, finding.cause, len(finding.parameters)) == ("no gradient", None, 8)
+    assert "could not be followed" in finding.reason
+    assert "deepcopy" in finding.reason
+
+
 def test_an_error_of_the_user_is_not_hidden_by_a_missing_gradient():
     model = Net()
 
@@ -342,6 +377,31 @@ def test_behind_weights_that_start_at_zero_and_learn_a_parameter_waits():
     assert set(names(eg.audit(model, lambda model: (model(X) - 1).square().mean()).findings)) == {
         *("0.weight", "0.bias", "2.weight")
     }
+
+
+def test_behind_a_normalisation_with_weights_that_start_at_zero_a_parameter_waits():
+    """As in residual blocks whose last normalisation starts at zero; its running mean is zero as well."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    nn.init.zeros_(block[3].weight)
+    x = torch.randn(4, 3, 5, 5)
+    for _ in range(2):
+        audit = eg.audit(block, lambda block: torch.tanh(x + block(x)).square().mean())
+        assert audit.ok
+        waits = [note for note in audit.notes if note.problem == "waits"]
+        assert names(waits) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+        assert "3.weight" in waits[0].reason
+        block.eval()
+
+
+def test_zeros_of_another_operand_stop_nothing():
+    """An `addmm` with a bias of zeros is stopped by its weights alone."""
+    weight, bias = nn.Parameter(torch.zeros(8, 1)), nn.Parameter(torch.zeros(1))
+    model = nn.ParameterDict({"a": nn.Parameter(torch.randn(6, 8)), "weight": weight, "bias": bias})
+    audit = eg.audit(model, lambda p: (torch.addmm(p["bias"], X @ p["a"], p["weight"]) - 1).square().mean())
+    (note,) = audit.notes
+    assert (note.problem, note.parameters) == ("waits", ("a",))
+    assert "such as weight" in note.reason
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -589,6 +649,40 @@ def test_a_keras_model_without_variables_is_to_be_called_first():
     keras = pytest.importorskip("keras")
     with pytest.raises(eg.FrameworkError, match="is not built and has no variables yet; call it once"):
         eg.audit(keras.Sequential([keras.layers.Dense(2)]), lambda model: model)
+
+
+def test_a_step_of_keras_that_asks_for_some_gradients_alone_is_said():
+    keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(1, name="b")])
+
+    def step():
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(model(tf.ones((4, 3))) ** 2)
+        tape.gradient(value, model.trainable_variables[2:])
+
+    (finding,) = eg.audit(model, step).findings
+    assert (finding.cause, finding.parameters) == (None, ("a/kernel", "a/bias"))
+    assert "asks for the gradients of others alone" in finding.reason
+
+
+def test_the_biases_of_keys_cannot_move_in_keras_either():
+    keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
+    keras.utils.set_random_seed(0)
+    x = tf.random.normal((3, 5, 8), seed=0)
+    inputs = keras.Input((5, 8))
+    attention = keras.layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    model = keras.Model(inputs, keras.layers.Dense(2)(attention))
+    (note,) = eg.audit(model, lambda model: tf.reduce_mean(model(x) ** 2)).notes
+    assert (note.problem, note.parameters) == ("cannot move", ("attention/key/bias",))
+
+
+def test_zeros_that_one_product_makes_are_one_finding_in_jax():
+    jax = pytest.importorskip("jax")
+    params = {"a": jax.numpy.ones((6, 4)), "b": jax.numpy.ones((4, 1))}
+    x = jax.numpy.asarray(X.numpy())
+    audit = eg.audit(params, lambda p: ((x @ p["a"]) * jax.numpy.zeros(4) @ p["b"] - 1).mean())
+    (finding,) = audit.findings
+    assert (finding.cause, finding.operation, finding.parameters) == ("masked", "multiply", ("a", "b"))
 
 
 def test_attribute_paths_of_keras_are_names_that_may_be_excepted():

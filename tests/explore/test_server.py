@@ -138,6 +138,28 @@ def test_a_message_of_100_mb_is_refused_before_it_is_read(client, chunked):
     assert client.send()[0].status == 200
 
 
+def test_a_websocket_is_refused_and_logged_in_one_line(client, caplog):
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    upgrade |= {"Sec_WebSocket_Key": "dGhlIHNhbXBsZSBub25jZQ==", "Sec_WebSocket_Version": "13"}
+    response, content = client.send(**upgrade)
+    assert response.status == 403
+    assert content == b""
+    assert [record.getMessage() for record in caplog.records] == ["refused with 403: a WebSocket"]
+    assert client.send()[0].status == 200
+
+
+def test_closing_does_not_wait_long_for_a_page_that_does_not_take_its_answer(monkeypatch, caplog):
+    monkeypatch.setattr("elementgrad._explore.server.SHUTDOWN_SECONDS", 1)
+    with socket.socket() as page, eg.explore(torch.nn.Linear(3, 2), torch.ones(1, 3)) as explorer:
+        client = Client(explorer)
+        page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        page.connect(("127.0.0.1", client.port))
+        page.sendall(f"GET {client.path} HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode() * 100)
+        assert client.send()[0].status == 200
+    assert "broke off an answer" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def test_a_log_line_is_one_line_whatever_is_asked(client, caplog):
     with caplog.at_level(logging.WARNING, "elementgrad.explore"):
         client.send(path="/%0d%0aforged%20line" + client.path[1:])

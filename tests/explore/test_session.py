@@ -180,6 +180,15 @@ def test_thumbnails_have_numbers_in_steps(explored):
         assert len(base64.b64decode(picture["steps"])) == picture["rows"] * picture["columns"] <= 400
 
 
+def test_one_number_has_no_field():
+    import torch
+
+    session = Session(lambda x: x * x, [torch.tensor(3.0)])
+    of = {"tensor": 1, "index": []}
+    assert session.answer({"ask": "field", "tensor": 0, "of": of})["field"] is None
+    assert session.answer({"ask": "drivers", "tensor": 0, "of": of})["drivers"][0]["gradient"] == 6
+
+
 @pytest.mark.parametrize(
     ("message", "why"),
     [
@@ -267,6 +276,34 @@ def test_tokens_and_labels_are_given_to_what_they_fit():
         Session(Reader(), [tokens], labels="abc")
     with pytest.raises(eg.OptionError, match="different lengths"):
         Session(Reader(), [tokens], tokens=[["a"], ["b", "c"]])
+
+
+def test_labels_are_given_to_the_classes_of_every_position():
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3))
+    session = Session(net, [torch.tensor([[1, 2]])], tokens=["a", "b"], labels=["x", "y", "z"])
+    labelled = [row["name"] for row in session.start()["names"] if row["labels"]]
+    assert labelled == ["1", "output"]
+
+
+def test_a_dict_of_inputs_is_data_where_the_model_has_parameters_of_its_own():
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 4)
+
+        def forward(self, batch):
+            return {"logits": self.layer(batch["x"]), "count": batch["ids"].sum()}
+
+    session = Session(Net(), [{"x": torch.rand(2, 3), "ids": torch.arange(2)}])
+    start = session.start()
+    assert start["names"][start["source"]]["name"] == "batch.x"
+    assert start["names"][start["output"]]["name"] == "output.logits"
+    assert start["names"][start["source"]]["layout"]["kind"] == "bars"
+    assert start["examples"] == 2
 
 
 def test_numbers_that_are_not_finite_are_shown():
@@ -360,6 +397,23 @@ def test_a_walk_lands_where_the_number_changes():
         walked.append((names[step["tensor"]], [names[passed["tensor"]] for passed in step["passed"]]))
     assert walked == [("shift", ["scale"]), ("flat", []), ("x", ["drop", "first"])]
     assert "nothing comes before it" in session.answer({"ask": "walk", "of": target})["error"]
+
+
+def test_a_walk_goes_to_whichever_input_the_element_has():
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, 4), torch.nn.Linear(3, 4)
+
+        def forward(self, left, right):
+            return self.first(left) + self.second(right)
+
+    session = Session(Net(), [torch.rand(1, 2), torch.rand(1, 3)])
+    names = [row.name for row in session.names]
+    step = session.answer({"ask": "walk", "of": {"tensor": names.index("second"), "index": [0, 1]}})
+    assert names[step["tensor"]] == "right"
 
 
 def test_of_equal_drivers_a_walk_takes_the_largest_value():

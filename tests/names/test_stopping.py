@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad._names import capture
+from elementgrad._names import stopping
 from elementgrad.errors import PlaceError
 
 STEPS = 40
@@ -216,8 +216,8 @@ def test_nothing_is_remembered_of_a_model_that_is_gone(make):
     model = make()
     read(model, "first[0, 1]")
     key, gone = id(model), weakref.ref(model)
-    assert key in capture._models
+    assert key in stopping._models
     del model
     gc.collect()
     assert gone() is None
-    assert key not in capture._models
+    assert key not in stopping._models

@@ -429,3 +429,40 @@ def test_a_long_strip_can_be_hit_and_has_the_exact_number_of_each_element(opened
     page.locator(".eg-shares table").wait_for()
     assert "input[0, 3, 1]" in page.locator(".eg-derivative").text_content()
     assert np.float32(page.locator(".eg-derivative strong").text_content()) == gradient[0, 3, 1]
+
+
+def test_a_place_in_another_example_is_shown(opened):
+    net, x = NETS["torch"]()
+    page = opened(net, x)
+    go_to(page, "conv1[1, 2, 3, 4]")
+    value = page.locator(".eg-centre .eg-readout").text_content().removeprefix("conv1[1, 2, 3, 4] = ")
+    assert np.float32(value) == to_numpy(eg.value(net, x, of="conv1[1, 2, 3, 4]"))
+    assert page.get_by_label("Example", exact=True).input_value() == "1"
+
+
+def test_the_gradient_zooms_to_the_field_of_one_target_after_the_other(opened):
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 5), torch.nn.ReLU(), torch.nn.Conv2d(2, 2, 5))
+    page = opened(net, torch.rand(1, 3, 64, 64))
+    go_to(page, "0[0, 1, 20, 30]")
+    page.keyboard.press("f")
+    page.get_by_text("Rows 18 to 26 of 64. Columns 28 to 36 of 64.").wait_for()
+    go_to(page, "2[0, 1, 40, 2]")
+    page.get_by_text("Rows 37 to 51 of 64. Columns 0 to 13 of 64.").wait_for()
+    page.keyboard.press("[")
+    page.get_by_text(re.compile("^At each pixel the largest gradient")).wait_for()
+
+
+def test_the_end_of_a_long_name_can_be_read(opened):
+    import torch
+
+    net = torch.nn.Sequential()
+    for what in ("queries", "keys", "values"):
+        net.add_module(f"a_module_with_a_long_name_projection_of_{what}_to_the_heads", torch.nn.Tanh())
+    page = opened(net, torch.rand(1, 3))
+    page.get_by_role("searchbox").fill("projection")
+    cut = "[...document.querySelectorAll('.eg-name')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert page.locator(".eg-node").count() == 3
+    assert page.evaluate(cut) == 0

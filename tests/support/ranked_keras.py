@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 from elementgrad._backends.tensorflow.names import KerasModel
-from elementgrad._train.trainer import TopBackend
+from elementgrad._train.top_backend import TopBackend
 from tests.support import keras_models
 from tests.support.ranked import Ranked
 

@@ -14,7 +14,7 @@ from torch import nn
 import elementgrad as eg
 from elementgrad._backends.jax import top as jax_scores
 from elementgrad._backends.jax.autodiff import JaxLinearization
-from elementgrad._train.trainer import TopBackend
+from elementgrad._train.top_backend import TopBackend
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {"0.weight": (7, 5), "0.bias": (7,), "2.weight": (3, 7), "2.bias": (3,)}

@@ -9,7 +9,7 @@ from keras import layers
 from tensorflow.python.framework import op_callbacks
 
 import elementgrad as eg
-from elementgrad._train.trainer import TopBackend
+from elementgrad._train.top_backend import TopBackend
 from tests.support.ranked import HOW, assert_best
 from tests.support.ranked_keras import WIDE, RankedKeras, drawn, finished, mlp
 

@@ -34,7 +34,19 @@ def test_norms(kind):
     assert_layer(build, [numbers(*shape)], close=None if "group" not in kind else 3e-6)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """A table with another parameter beside it."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(sizes[1]))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale
+
+
 OTHERS = {
+    "embedding with a scale": (lambda: ScaledEmbedding(6, 4), [tokens_below(6, 2, 5)]),
     "bilinear": (lambda: nn.Bilinear(3, 4, 2), [numbers(5, 3), numbers(5, 4)]),
     "prelu": (lambda: nn.PReLU(4), [numbers(5, 4)]),
     "rnn": (lambda: nn.RNN(3, 4, 2), [numbers(5, 2, 3)]),

@@ -38,6 +38,11 @@ class AuditedParameter:
         """The name of the module or layer that holds it."""
         return self.name.rpartition(separator_of(self.name))[0]
 
+    @property
+    def is_bias(self) -> bool:
+        """True for one number per unit; it has several axes where units have, as in the heads of attention."""
+        return len(self.shape) < 2 or self.name.rpartition(separator_of(self.name))[2] == "bias"
+
 
 def separator_of(name: str) -> str:
     """Return what stands between the parts of a name: a slash in those of Keras, and a dot in others."""

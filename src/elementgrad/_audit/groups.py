@@ -38,6 +38,7 @@ PARAMETER = "the parameter"
 """Stands for each parameter of a group in words about it."""
 NOT_ASKED = f"the loss depends on {PARAMETER}, but the step asks for the gradients of others alone"
 ASK = "leave inputs= of backward() out, or add it there, or to the sources of tape.gradient()"
+USE = f"use {PARAMETER} in the loss, freeze it, or name it in except_"
 UNSEEN = "what the model computes with it was not seen, so that the cause is not known"
 BLOCKED = "no-grad"
 """The cause of a whole block of code, whichever of its operations reads a parameter."""
@@ -229,7 +230,10 @@ class Investigation:
         """Explain the last parameter of a group, which is the nearest to the end of its path; False for a note."""
         member = group.members[-1]
         names = tuple([each.name for each in group.members])
-        diagnosis = self._questions[member.name].diagnosis()
+        try:
+            diagnosis = self._questions[member.name].diagnosis()
+        except Exception as error:  # the loss does not run under the recorder
+            return Finding(group.problem, names, reason=cannot_follow(error)), True
         if group.problem == "no gradient" and diagnosis.verdict == "flows" and self._explain_step is not None:
             diagnosis = self._explain_step(member.tensor)
             if diagnosis.cause is None:
@@ -240,6 +244,8 @@ class Investigation:
             first = group.ends[0]
             evidence = f"the first operation there is {describe(first)}"
             return replace(finding, where=first.block, evidence=(*finding.evidence, evidence)), True
+        if group.problem == "not finite" and diagnosis.verdict != "nonfinite":  # the loss alone is not finite
+            finding = Finding(group.problem, names, diagnosis=diagnosis)
         if group.problem == "not finite" and finding.cause in (None, "masked-branch"):
             return self._blame_earlier(finding, member), True
         if group.problem != "zero":
@@ -251,11 +257,13 @@ class Investigation:
         return finding, True
 
     def _locate(self, finding: Finding, member: AuditedParameter) -> Finding:
-        """Return a finding about what is not used with the last line that uses it, if there is one."""
-        results = self._results_of(member) if finding.where is None and finding.cause == "unused" else set()
+        """Return a finding about what is not used with a fix, and with the last line that uses it, if there is one."""
+        if finding.where is not None or finding.cause != "unused":
+            return finding
+        results = self._results_of(member)
         ops = [op for op in self._trace(member).graph.ops if not results.isdisjoint(op.outputs)] if results else []
         if not ops:
-            return finding
+            return replace(finding, fix=USE)
         return replace(finding, where=ops[-1].where, operation=ops[-1].operation, module=ops[-1].module)
 
     def _blame_earlier(self, finding: Finding, member: AuditedParameter) -> Finding:
@@ -315,7 +323,9 @@ class Investigation:
             and self._summaries[each.name].largest > 0
         ]
         if waits:
-            reason = f"it is multiplied by {', '.join(waits)}, which is zero now and learns: this follows a step later"
+            reason = (
+                f"it is multiplied by weights such as {waits[0]}, which are zero now and learn: it follows a step later"
+            )
             return replace(finding, problem="waits", reason=reason, fix=""), False
         cause = None if factor.maker is None else usual_cause(factor.maker)
         if factor.maker is None or cause is None:
@@ -498,8 +508,5 @@ def _largest_module(
     separator = separator_of(parameter.name)
     others = {each.name for each in every} - {each.name for each in alike}
     parts = parameter.name.split(separator)
-    for count in range(1, len(parts)):
-        prefix = separator.join(parts[:count]) + separator
-        if not any(name.startswith(prefix) for name in others):
-            return prefix
-    return parameter.name
+    prefixes = [separator.join([*parts[:count], ""]) for count in range(len(parts))]
+    return next((prefix for prefix in prefixes if not any(name.startswith(prefix) for name in others)), parameter.name)

@@ -63,7 +63,7 @@ class Survey:
         summaries = sweep.summaries
         survey = cls()
         fine: list[tuple[AuditedParameter, GradientSummary]] = []
-        wide = {each.module for each in parameters if len(each.shape) > 1}
+        wide = {each.module for each in parameters if not each.is_bias}
         for parameter in parameters:
             summary = summaries.get(parameter.name)
             if summary is None:
@@ -76,10 +76,12 @@ class Survey:
                 fine.append((parameter, summary))
                 if summary.is_lookup:
                     survey._note_unused_rows(parameter, summary)
-                elif len(parameter.shape) > 1 or parameter.module not in wide:  # a bias goes with its weight
+                elif not parameter.is_bias or parameter.module not in wide:  # a bias goes with its weight
                     survey.units += _zero_slices(parameter, summary)
         if not sweep.is_finite and not survey.nonfinite:  # the gradient of a sum is finite, also if the sum is not
             survey.nonfinite = [parameter for parameter, _ in fine]
+            if not fine:
+                survey.nonfinite, survey.zero = survey.zero, []
         survey._note_unmoved_biases(fine)
         unmoved = {name for note in survey.notes if note.problem == "cannot move" for name in note.parameters}
         survey._note_outliers([pair for pair in fine if pair[0].name not in unmoved])
@@ -100,19 +102,21 @@ class Survey:
         weights: dict[tuple[str, int], np.ndarray] = {}
         for parameter, summary in fine:
             by_length: dict[int, np.ndarray] = {}
-            for sizes in summary.slices.values() if len(parameter.shape) > 1 else ():
+            for sizes in summary.slices.values() if not parameter.is_bias else ():
                 # The units of a square weight are its rows or its columns: a dead one is zero in one of them.
                 by_length[len(sizes)] = np.minimum(sizes, by_length.get(len(sizes), sizes))
             for length, sizes in by_length.items():
                 weights[parameter.module, length] = np.maximum(sizes, weights.get((parameter.module, length), sizes))
         for parameter, summary in fine:
-            weight = weights.get((parameter.module, math.prod(parameter.shape)))
-            if len(parameter.shape) != 1 or weight is None or EPSILON.get(parameter.dtype, 1.0) > 1e-6:
+            # A bias of several axes, as of the heads of attention, is looked at along one of them.
+            pairs = [(sizes, weights.get((parameter.module, len(sizes)))) for sizes in summary.slices.values()]
+            sizes, weight = next((pair for pair in pairs if pair[1] is not None), (None, None))
+            if not parameter.is_bias or weight is None or EPSILON.get(parameter.dtype, 1.0) > 1e-6:
                 continue
             limit = UNMOVED * EPSILON[parameter.dtype] * weight.max()
             # A dead unit has no gradient at its weight either.
-            unmoved = (summary.slices[0] <= limit) & (weight > limit)
-            if unmoved.mean() >= SHARE:
+            unmoved = (sizes <= limit) & (weight > limit)
+            if unmoved.mean() >= (SHARE if len(parameter.shape) < 2 else 1):
                 count = "" if unmoved.all() else f"{int(unmoved.sum())} of its {unmoved.size} elements: "
                 reason = (
                     f"{count}what is computed with it does not depend on it but for rounding, as for biases in front "
@@ -123,7 +127,7 @@ class Survey:
     def _note_outliers(self, fine: Sequence[tuple[AuditedParameter, GradientSummary]]) -> None:
         outliers: dict[Problem, dict[str, str]] = {}
         for wide in (False, True):
-            kind = [(each, summary.largest) for each, summary in fine if (len(each.shape) > 1) == wide]
+            kind = [(each, summary.largest) for each, summary in fine if each.is_bias != wide]
             for index, (parameter, size) in enumerate(kind):
                 beside = kind[max(0, index - BESIDE) : index] + kind[index + 1 : index + 1 + BESIDE]
                 if len(beside) < 2:

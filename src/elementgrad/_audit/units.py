@@ -5,6 +5,7 @@ channels are below zero for all of a small batch. What counts is how far: a unit
 those of the other units of the layer, or hardly move while those of the others do.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from elementgrad._explain.causes import CAUSE_BY_OPERATION
 from elementgrad._explain.dependence import dependent_outputs
-from elementgrad._explain.kinds import MATRIX_PRODUCT, PRODUCT, RECTIFIER, why_nothing_leaves
+from elementgrad._explain.kinds import MATRIX_PRODUCT, PRODUCT, RECTIFIER, find_zero_factors, why_nothing_leaves
 from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import Numbers, Op, Trace, uneven_weights
 
@@ -151,6 +152,14 @@ class ZeroFactor:
         zeros = zeros or [v for v, x in pairs if v != path.graph.source and _is_zero(x, numbers)]
         if not zeros:
             return None
+        if len(zeros) > 1:  # statistics and biases are often zero, too, and stop nothing
+            tangents = [
+                numbers.like(uneven_weights(math.prod(x.shape)).reshape(tuple(x.shape)), x)
+                if v in path.from_source and numbers.is_differentiable(x)
+                else None
+                for v, x in pairs
+            ]
+            zeros = [op.inputs[n] for n in find_zero_factors(op, tangents, numbers)] or zeros
         given: set[int] = set()
         made: list[Op] = []
         readers: list[Op] = []
@@ -165,7 +174,9 @@ class ZeroFactor:
             operands = list(zip(maker.inputs, maker.operands, strict=False))
             through = [v for v, x in operands if _is_zero(x, numbers)]
             made += [] if through else [maker]
-            new = [v for v in (through[:1] if maker.kind in (PRODUCT, MATRIX_PRODUCT) else through) if v not in seen]
+            is_product = maker.kind in (PRODUCT, MATRIX_PRODUCT)
+            readers += [maker] if is_product else []
+            new = [v for v in (through[:1] if is_product else through) if v not in seen]
             seen.update(new)
             ahead += [(v, maker) for v in new]
         # Statistics and biases of a normalisation are often zero and make none: a product with a zero does.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from elementgrad._place.edit import EditBackend
     from elementgrad._place.selection import Selection
     from elementgrad._read.backend import ReadBackend
-    from elementgrad._train.trainer import TopBackend, TrainBackend
+    from elementgrad._train.top_backend import TopBackend
+    from elementgrad._train.trainer import TrainBackend
     from elementgrad._watch.backend import WatchBackend
 
 Tensor = Any

@@ -38,10 +38,11 @@ from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
 from elementgrad._place.place import is_pattern
 from elementgrad._read.plan import parse_budget
-from elementgrad._train.api import apply_to_path, patch_state, reverse_patch
+from elementgrad._train.api import apply_to_path
 from elementgrad._train.diff import compare
 from elementgrad._train.entries import place_label
 from elementgrad._train.folder import read_weights
+from elementgrad._train.match import patch_state, reverse_patch
 from elementgrad._train.routing import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights

@@ -25,7 +25,7 @@ from elementgrad._cli.output import InputError, say
 from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._files import read_npz
 from elementgrad._names import pytree
-from elementgrad._names.arguments import BoundArguments
+from elementgrad._names.arguments import BoundArguments, referenced_values
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place, is_pattern
 from elementgrad._train.numbers import VIEWS
@@ -176,7 +176,7 @@ def _choose_backend(model: str, function: Any, module: ModuleType, arguments: An
     if len(backends) == 1:
         return next(iter(backends.values()))
     imported = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
-    used = _frameworks_in_function(function) or _frameworks_of(vars(module).values()) or imported
+    used = _frameworks_of(referenced_values(function)) or _frameworks_of(vars(module).values()) or imported
     if len(used) == 1:
         return _load_backend(used[0])
     uses = f"uses {' and '.join(used)}" if used else "imports none of torch, tensorflow and jax"
@@ -191,15 +191,6 @@ def _load_backend(framework: str) -> Backend:
         if error.name != framework:
             raise
         raise InputError(f"{framework} is not installed; pip install 'elementgrad[{framework}]'") from None
-
-
-def _frameworks_in_function(function: Any) -> list[str]:
-    """Return the frameworks that the names in the code of a function come from."""
-    try:
-        variables = inspect.getclosurevars(inspect.unwrap(function))
-    except (TypeError, ValueError):
-        return []
-    return _frameworks_of([*variables.nonlocals.values(), *variables.globals.values()])
 
 
 def _frameworks_of(values: Iterable[Any]) -> list[str]:

@@ -145,7 +145,7 @@ def _add_check(commands: Any) -> None:
     check = _add_command(
         commands,
         "check",
-        "hold derivatives against differences of values",
+        "compare derivatives with differences of values",
         """examples:
   elementgrad check loss.py:loss '[0.5, 1.0]'
   elementgrad check net.py:net x.npy --of 'output[0, 3]' --wrt 'fc.weight[3, :5]'

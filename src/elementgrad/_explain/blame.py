@@ -178,7 +178,8 @@ def why_nonfinite(path: DataPath, evidence: Evidence) -> CauseFinding:
         if op is None:
             return CauseFinding(None, None, ["the value itself is not finite, and so are numbers that were given"])
         grows = op.operation in GROWING and op in flags and flags[op].overflows
-        cause = "singular" if op.operation in SINGULAR and not grows and not evidence.overflows(op) else "overflow"
+        singular = op.operation in SINGULAR and not grows and not evidence.overflows(op)
+        cause = "singular" if singular or (op in flags and flags[op].undefined) else "overflow"
         for hint in path.graph.hints:
             if hint.cause == "out-of-range" and hint.op is op:
                 return CauseFinding.of_hint(hint)

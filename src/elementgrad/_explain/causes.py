@@ -150,7 +150,7 @@ clamped
 masked
     {operation} replaces it by another value
     -> change the mask to keep {wrt}, or name an element that it keeps
-  at PRODUCTS, MATRIX_PRODUCTS
+  at PRODUCTS, MATRIX_PRODUCTS, NORMS
     {operation} multiplies it by zero
     -> check the other factor of {operation}: a mask, or weights that are initially zero, which block all gradients and
     must be initialised randomly, as with
@@ -353,6 +353,7 @@ _OPERATIONS_BY_GROUP = {
 }
 GROUPS: Mapping[str, frozenset[str]] = {
     "MATRIX_PRODUCTS": frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.MATRIX_PRODUCT),
+    "NORMS": frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.NORM),
     "SHARES": frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.SHARE),
     **{name: frozenset(words.split()) for name, words in _OPERATIONS_BY_GROUP.items()},
 }

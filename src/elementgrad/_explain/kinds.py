@@ -134,10 +134,22 @@ def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbe
     if kind == PRODUCT:
         return "underflow" if others and bool((others[0] != 0).all()) else "masked"
     if kind == NORM:
-        return "cancelled"
+        return "masked" if find_zero_factors(op, tangents, numbers) else "cancelled"
     if kind in (SUM, MATRIX_PRODUCT):
         return "cancelled" if _adds_up(op, tangents, numbers) else "masked"
     return None
+
+
+def find_zero_factors(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) -> list[int]:
+    """Return the operands that are all zero, and that would let a tangent leave if they were one."""
+    found = []
+    for position, x in enumerate(op.operands):
+        array = numbers.array(x) if _is_number(numbers, x) and numbers.is_differentiable(x) else np.ones(1)
+        if array.size and not array.any():
+            operands = [*op.operands[:position], numbers.like(np.ones(array.shape), x), *op.operands[position + 1 :]]
+            there = replace(op, operands=operands, results=op.rerun(operands))
+            found += [position] if _size(there.jvp(tangents), numbers) else []
+    return found
 
 
 def _cause_of_bound(lower: bool, bound: np.ndarray) -> str | None:

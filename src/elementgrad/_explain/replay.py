@@ -263,11 +263,16 @@ def finite_flags(op: Op, numbers: Numbers) -> FiniteFlags:
     """Check which inputs and outputs of one operation are finite."""
     sides = [[x for x in side if numbers.is_differentiable(x)] for side in (op.operands, op.results)]
     inputs, outputs = [all(math.isfinite(numbers.size(x)) for x in side) for side in sides]
-    overflows = False
+    inputs = inputs and all(map(math.isfinite, op.scalars))
+    overflows = undefined = False
     if not outputs:
         operands, results = [[numbers.array(x) for x in side] for side in sides]
         overflows = all(x.all() for x in operands) and not any(np.isnan(x).any() for x in results)
-    return FiniteFlags(inputs and all(map(math.isfinite, op.scalars)), outputs, bool(overflows))
+        small = inputs and all(
+            numbers.size(x) < float(np.finfo(a.dtype).max) ** 0.5 for x, a in zip(sides[0], operands, strict=True)
+        )
+        undefined = small and not any(np.isinf(x).any() for x in results)
+    return FiniteFlags(inputs, outputs, bool(overflows), undefined)
 
 
 def pull_cotangents(

@@ -235,6 +235,8 @@ class FiniteFlags:
     outputs: bool
     overflows: bool = False
     """True if infinity comes out, and no NaN, though no input is zero."""
+    undefined: bool = False
+    """True if NaN comes out, and no infinity, though no input is so large that its square overflows."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 // The explorer's front end: one ES module, without a build step. `mount` puts it into an element, with a function that
 // asks the session. It is the page of the server, which has the names in it, and the widget of a notebook.
 
-// Elements and texts. Names and labels of the user's are text and never markup.
+// Elements, of which `options` has the attributes or is the class. Names and labels of the user's are text and never
+// markup.
 const make = (tag, options = {}, ...children) => {
   const element = document.createElement(tag);
-  for (const [key, value] of Object.entries(options)) {
+  for (const [key, value] of Object.entries(typeof options === "string" ? { className: options } : options)) {
     if (value === undefined || value === null) continue;
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (key in element && !key.startsWith("aria")) element[key] = value;
@@ -13,6 +14,10 @@ const make = (tag, options = {}, ...children) => {
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
 };
+
+const makeTable = (heads, rows) => make("table", {},
+  make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
+  make("tbody", {}, ...rows));
 
 // Numbers: the shortest text from which the same float32 or float64 is read back.
 const show = (value, narrow) => {
@@ -27,7 +32,11 @@ const show = (value, narrow) => {
   }
   return String(Number(value.toPrecision(9)));
 };
-const brief = (value) => (typeof value === "number" ? String(Number(value.toPrecision(3))) : value);
+const brief = (value) => {
+  if (typeof value !== "number") return value;
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+};
 const bytes = (text) => {  // a loop, since a picture of 224 x 224 has more than a megabyte
   const signs = atob(text), array = new Uint8Array(signs.length);
   for (let at = 0; at < signs.length; at += 1) array[at] = signs.charCodeAt(at);
@@ -51,7 +60,8 @@ const hex = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)
 
 const KEYS = [
   ["/", "search the names"], ["Arrow keys", "move in the tree or in a picture"], ["Enter", "choose the element or name"],
-  ["+  −  0", "zoom a picture in, out, and back"], ["Page Up, Page Down", "other channels of a picture"],
+  ["+  −  0", "zoom a picture in, out, and back"], ["f", "zoom to the framed field"],
+  ["Page Up, Page Down", "other channels of a picture"],
   ["Shift + arrows", "move a zoomed picture"], ["s", "take the tensor in the middle as the source"],
   ["t", "make the chosen source element the target"], ["w", "walk back to the strongest driver in the layer before"],
   ["[  ]", "back and forward"], [",  .", "previous and next example"], ["e", "explain"], ["c", "copy as code"],
@@ -62,18 +72,22 @@ const KEYS = [
 // pointer. `options`: label, onWindow (ask for another window), onPick (an element was chosen).
 class Picture {
   constructor(app, options) {
-    Object.assign(this, { app, options, data: null, row: null, view: {}, cursor: null, marked: null, field: null, mode: "overlay" });
-    this.canvas = make("canvas", { tabIndex: 0, role: "application", "aria-roledescription": "picture of a tensor", className: "eg-canvas" });
+    Object.assign(this, { app, options, data: null, row: null, view: {}, mode: "overlay", mixed: [0, 0, 0] });
+    Object.assign(this, { cursor: null, marked: null, field: null });
+    this.canvas = make("canvas", {
+      tabIndex: 0, role: "application", "aria-roledescription": "picture of a tensor", className: "eg-canvas",
+    });
     this.chips = make("div", { className: "eg-chips", role: "group", "aria-label": "Tokens" });
-    this.tools = make("div", { className: "eg-tools" });
+    this.tools = make("div", "eg-tools");
     this.readout = make("output", { className: "eg-readout", "aria-live": "polite" });
-    this.scale = make("div", { className: "eg-scale" });
-    this.notes = make("p", { className: "eg-notes" });
-    this.stage = make("div", { className: "eg-stage" }, this.canvas);
-    this.element = make("div", { className: "eg-picture" }, this.tools, this.chips, this.stage, this.readout, this.scale, this.notes);
+    this.scale = make("div", "eg-scale");
+    this.notes = make("p", "eg-notes");
+    this.stage = make("div", "eg-stage", this.canvas);
+    const parts = [this.tools, this.chips, this.stage, this.readout, this.scale, this.notes];
+    this.element = make("div", "eg-picture", ...parts);
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => { this.cursor = null; this.paint(); this.read(); });
-    this.canvas.addEventListener("pointerdown", (event) => { this.grip = { x: event.clientX, y: event.clientY, cell: this.hit(event) }; });
+    this.canvas.addEventListener("pointerdown", (event) => { this.grip = { x: event.clientX, y: event.clientY }; });
     this.canvas.addEventListener("pointerup", (event) => this.release(event));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.canvas.addEventListener("wheel", (event) => {
@@ -97,7 +111,9 @@ class Picture {
     if (this.cursor && (this.cursor.t >= tiles || this.cursor.r >= rows || this.cursor.c >= columns)) this.cursor = null;
     const scale = this.gradient ? data.gradientScale : data.scale;
     const notes = [...data.notes, ...scale.notes];
-    if (this.composite && tiles > 1) notes.push(this.gradient ? `at each pixel the largest gradient of ${tiles} channels` : `${tiles} channels in one picture`);
+    if (this.composite && tiles > 1) {
+      notes.push(this.gradient ? `at each pixel the largest gradient of ${tiles} channels` : `${tiles} channels in one picture`);
+    }
     this.notes.textContent = notes.map((note) => note[0].toUpperCase() + note.slice(1)).join(". ");
     this.canvas.setAttribute("aria-label", `${this.options.label()}: ${scale.description}. ${notes.join(". ")}`);
     this.makeTools();
@@ -106,7 +122,8 @@ class Picture {
     this.read();
   }
 
-  get composite() { return this.row.layout.kind === "image"; }
+  get composite() { return this.row.layout.kind === "image"; }  // all channels are one picture
+  get count() { return this.composite ? 1 : this.size.tiles; }
   at(cell) { return (cell.t * this.size.rows + cell.r) * this.size.columns + cell.c; }
 
   indexOf(cell) {
@@ -141,20 +158,27 @@ class Picture {
   // Of a picture of several channels, the channel with the largest gradient at a pixel.
   strongest(cell) {
     if (!this.composite || !this.gradient) return cell;
-    const { rows, columns } = this.size, first = cell.r * columns + cell.c;
-    const size = (t) => { const slope = Math.abs(this.gradient[t * rows * columns + first]); return Number.isNaN(slope) ? Infinity : slope; };
-    let best = cell.t;
-    for (let t = 0; t < this.size.tiles; t += 1) if (size(t) > size(best)) best = t;
-    return best === cell.t ? cell : { ...cell, t: best };
+    return { ...cell, t: this.strongestChannel(cell.r * this.size.columns + cell.c, cell.t) };
+  }
+
+  strongestChannel(pixel, best = 0) {
+    const { tiles, rows, columns } = this.size, area = rows * columns;
+    const size = (t) => {
+      const slope = Math.abs(this.gradient[t * area + pixel]);
+      return Number.isNaN(slope) ? Infinity : slope;
+    };
+    for (let t = 0; t < tiles; t += 1) if (size(t) > size(best)) best = t;
+    return best;
   }
 
   resize() {
     if (!this.data) return;
-    const { rows, columns } = this.size, kind = this.row.layout.kind, count = this.composite ? 1 : this.size.tiles;
+    const { rows, columns } = this.size, kind = this.row.layout.kind, { count } = this;
     // The stage has room for the ring of the focus on each side.
     const width = Math.max(120, (this.stage.clientWidth || 326) - 6), height = this.options.height();
     this.bars = rows === 1 && count === 1;
-    let across = 1, side = 0, gap = count > 1 ? 6 : 0;
+    const gap = count > 1 ? 6 : 0;
+    let across = 1, side = 0;
     if (this.bars) {
       this.geometry = { across: 1, gap: 0, width, height: columns === 1 ? 64 : 200, cell: [width / columns, 0] };
     } else {
@@ -175,7 +199,10 @@ class Picture {
         if (side * rows < 96) cell[1] = Math.max(side, Math.min(16, height / rows));
         if (side * columns < 96) cell[0] = Math.max(side, Math.min(16, width / columns));
       }
-      this.geometry = { across, gap, cell, width: across * (cell[0] * columns + gap) - gap, height: down * (cell[1] * rows + gap) - gap };
+      this.geometry = {
+        across, gap, cell,
+        width: across * (cell[0] * columns + gap) - gap, height: down * (cell[1] * rows + gap) - gap,
+      };
     }
     const ratio = window.devicePixelRatio || 1;
     this.canvas.width = Math.max(1, Math.round(this.geometry.width * ratio));
@@ -194,32 +221,48 @@ class Picture {
     return this.app.colours[Math.round(limit(value / end, -1, 1) * 255) + 255];
   }
 
-  // The colours of one cell of a tile: the gradient over the values in grey, either alone.
-  shade(t, r, c) {
-    const { scale, gradientScale } = this.data, at = this.at({ t, r, c });
-    const grey = (value) => Math.round(255 * limit((value - scale.lowest) / (scale.highest - scale.lowest || 1), 0, 1));
-    const base = () => {
-      if (!this.composite) return this.gradient && this.mode === "overlay" ? Array(3).fill(grey(this.values[at])) : this.colour(this.values[at], scale.limit);
-      const channels = this.size.tiles >= 3 ? [0, 1, 2] : [0, 0, 0];
-      const parts = channels.map((channel) => this.values[this.at({ t: channel, r, c })]);
-      return parts.every(Number.isFinite) ? parts.map(grey) : this.colour(parts.find((part) => !Number.isFinite(part)), 1);
-    };
-    if (!this.gradient || this.mode === "values") return base();
-    const slope = this.gradient[this.composite ? this.at(this.strongest({ t: 0, r, c })) : at];
+  // What is drawn. Only of images and maps would one see the values under a gradient.
+  get drawn() {
+    if (!this.gradient) return "values";
+    return this.mode === "overlay" && !this.layered ? "gradient" : this.mode;
+  }
+  get layered() { return ["image", "maps"].includes(this.row.layout.kind); }
+
+  // The colour of a cell of a tile. Under a gradient the values are grey, so that all colour is that of the gradient,
+  // and only as dark (or in a dark page as light) as lets its strongest colours stand out. There are many cells: the
+  // array that is returned is that of the next one, too.
+  shade(t, pixel) {
+    const { scale, gradientScale } = this.data, { mixed } = this, area = this.size.rows * this.size.columns;
+    const channels = this.composite && this.size.tiles >= 3 ? 3 : 1, span = scale.highest - scale.lowest || 1;
+    let odd = null, sum = 0;
+    for (let channel = 0; channel < channels; channel += 1) {
+      const value = this.values[(t + channel) * area + pixel], part = limit((value - scale.lowest) / span, 0, 1);
+      if (!Number.isFinite(value)) odd = value;
+      mixed[channel] = 255 * part;
+      sum += part;
+    }
+    if (this.drawn === "values") {
+      if (odd !== null || !this.composite) return this.colour(odd ?? this.values[t * area + pixel], scale.limit);
+      if (channels === 1) mixed.fill(mixed[0]);
+      return mixed;
+    }
+    const slope = this.gradient[(this.composite ? this.strongestChannel(pixel) : t) * area + pixel];
     const over = this.colour(slope, gradientScale.limit);
-    const flat = !["image", "maps"].includes(this.row.layout.kind);
-    if (this.mode === "gradient" || flat || !Number.isFinite(slope)) return over;
-    const weight = Math.sqrt(limit(Math.abs(slope) / gradientScale.limit, 0, 1)), under = base();
-    return under.map((part, i) => Math.round(part * (1 - weight) + over[i] * weight));
+    if (this.drawn === "gradient" || !Number.isFinite(slope)) return over;
+    const [low, high] = this.app.greys, grey = low + ((high - low) * sum) / channels, under = odd === null ? null : this.colour(odd, 1);
+    const weight = Math.sqrt(limit(Math.abs(slope) / gradientScale.limit, 0, 1));
+    for (let i = 0; i < 3; i += 1) mixed[i] = (under ? under[i] : grey) * (1 - weight) + over[i] * weight;
+    return mixed;
   }
 
   makeBitmaps() {
-    const { rows, columns } = this.size, count = this.composite ? 1 : this.size.tiles;
-    return Array.from({ length: count }, (_, t) => {
+    const { rows, columns } = this.size;
+    return Array.from({ length: this.count }, (_, t) => {
       const image = new ImageData(columns, rows);
-      for (let r = 0; r < rows; r += 1) for (let c = 0; c < columns; c += 1) {
-        const at = 4 * (r * columns + c), [red, green, blue] = this.shade(t, r, c);
-        image.data[at] = red; image.data[at + 1] = green; image.data[at + 2] = blue; image.data[at + 3] = 255;
+      for (let pixel = 0; pixel < rows * columns; pixel += 1) {
+        const colour = this.shade(t, pixel);
+        for (let i = 0; i < 3; i += 1) image.data[4 * pixel + i] = colour[i];
+        image.data[4 * pixel + 3] = 255;
       }
       const bitmap = make("canvas", { width: columns, height: rows });
       bitmap.getContext("2d").putImageData(image, 0, 0);
@@ -250,10 +293,13 @@ class Picture {
 
   paintBars(context) {
     const { cell: [cell], width, height } = this.geometry, { columns } = this.size;
-    const slopes = this.gradient && this.mode !== "values", numbers = slopes ? this.gradient : this.values;
+    const slopes = this.drawn !== "values", numbers = slopes ? this.gradient : this.values;
     const scale = slopes ? this.data.gradientScale : this.data.scale, end = scale.limit;
     let top = 0, bottom = 0;
-    for (const value of numbers) if (Number.isFinite(value)) { top = Math.max(top, Math.min(value, end)); bottom = Math.max(bottom, Math.min(-value, end)); }
+    for (const value of numbers.filter(Number.isFinite)) {
+      top = Math.max(top, Math.min(value, end));
+      bottom = Math.max(bottom, Math.min(-value, end));
+    }
     const space = this.row.labels && cell > 12 ? 18 : 2;
     const unit = (height - space - 2) / (top + bottom || 1), zero = 1 + top * unit;
     context.fillStyle = this.app.style("--eg-line");
@@ -263,11 +309,15 @@ class Picture {
       const size = Number.isFinite(value) ? Math.max(1, Math.abs(part) * end * unit) : zero;
       const [red, green, blue] = this.colour(Number.isFinite(value) ? Math.sign(part) * end * (0.4 + 0.6 * Math.abs(part)) : value, end);
       context.fillStyle = `rgb(${red} ${green} ${blue})`;
-      if (value !== 0) context.fillRect(c * cell + (cell > 3 ? 1 : 0), part < 0 ? zero : zero - size, Math.max(0.75, cell - (cell > 3 ? 2 : 0)), size);
+      const margin = cell > 3 ? 1 : 0, wide = Math.max(0.75, cell - 2 * margin);
+      if (value !== 0) context.fillRect(c * cell + margin, part < 0 ? zero : zero - size, wide, size);
     }
     if (space === 2) return;
     Object.assign(context, { fillStyle: this.app.style("--eg-faint"), font: "12px system-ui, sans-serif", textAlign: "center" });
-    for (let c = 0; c < columns; c += 1) context.fillText(this.labelOf(this.indexOf({ t: 0, r: 0, c })) ?? "", (c + 0.5) * cell, height - 4, cell - 2);
+    for (let c = 0; c < columns; c += 1) {
+      const index = this.indexOf({ t: 0, r: 0, c });
+      context.fillText(this.app.start.labels[index[this.row.layout.column]], (c + 0.5) * cell, height - 4, cell - 2);
+    }
   }
 
   // Rectangles are drawn twice, dark on light, so that they stand out from any colour.
@@ -281,39 +331,50 @@ class Picture {
   }
 
   outline(context, cell, thickness) {
-    if (!cell) return;
-    const { cell: [across, down], height } = this.geometry;
-    const [x, y] = this.bars ? [0, 0] : this.origin(cell.t);
-    this.frame(context, x + cell.c * across, this.bars ? 1 : y + cell.r * down, Math.max(across, 3), this.bars ? height - 2 : Math.max(down, 3), thickness, this.app.style("--eg-ink"));
+    if (!cell) return undefined;
+    const { cell: [across, down], height } = this.geometry, ink = this.app.style("--eg-ink"), wide = Math.max(across, 3);
+    if (this.bars) return this.frame(context, cell.c * across, 1, wide, height - 2, thickness, ink);
+    const [x, y] = this.origin(cell.t);
+    return this.frame(context, x + cell.c * across, y + cell.r * down, wide, Math.max(down, 3), thickness, ink);
   }
 
   paintField(context) {
     if (!this.field || !this.gradient) return;
-    const { tile, row, column, fixed, example } = this.row.layout, { window, block } = this.data, { rows, columns } = this.size;
-    const outside = [...fixed, ...(example === null ? [] : [example])].some((axis) => window.index[axis] < this.field[axis][0] || window.index[axis] >= this.field[axis][1]);
-    if (outside) return;
-    const ends = (axis, start, step, count) => axis === null ? [0, count] : this.field[axis].map((end) => limit((end - start) / step, 0, count));
-    const [top, bottom] = ends(row, window.rows[0], block[0], rows), [left, right] = ends(column, window.columns[0], block[1], columns);
+    const { tile, row, column, fixed, example } = this.row.layout, { window, block } = this.data;
+    const { rows, columns } = this.size, { count } = this;
+    const has = (axis, position) => axis === null || (position >= this.field[axis][0] && position < this.field[axis][1]);
+    if (![...fixed, example].every((axis) => has(axis, window.index[axis]))) return;
+    const ends = (axis, start, step, cells) => {
+      return axis === null ? [0, cells] : this.field[axis].map((end) => limit((end - start) / step, 0, cells));
+    };
+    const [top, bottom] = ends(row, window.rows[0], block[0], rows);
+    const [left, right] = ends(column, window.columns[0], block[1], columns);
     if (bottom <= top || right <= left) return;
-    const [wide, high] = this.geometry.cell, count = this.composite ? 1 : this.size.tiles;
+    const [across, down] = this.geometry.cell, thickness = count > 12 ? 1 : 2, colour = this.app.style("--eg-field");
+    const width = Math.max(2, (right - left) * across - 2);
     for (let t = 0; t < count; t += 1) {
-      if (!this.composite && tile !== null && (window.tiles[0] + t < this.field[tile][0] || window.tiles[0] + t >= this.field[tile][1])) continue;
-      const [x, y] = this.bars ? [0, 0] : this.origin(t), height = this.bars ? this.geometry.height - 2 : (bottom - top) * high;
-      this.frame(context, x + left * wide + 1, y + (this.bars ? 1 : top * high + 1), Math.max(2, (right - left) * wide - 2), Math.max(2, height - 2), count > 12 ? 1 : 2, this.app.style("--eg-field"));
+      if (!this.composite && !has(tile, window.tiles[0] + t)) continue;
+      if (this.bars) {
+        this.frame(context, left * across + 1, 2, width, this.geometry.height - 4, thickness, colour);
+      } else {
+        const [x, y] = this.origin(t), height = Math.max(2, (bottom - top) * down - 2);
+        this.frame(context, x + left * across + 1, y + top * down + 1, width, height, thickness, colour);
+      }
     }
   }
 
   hit(event) {
     if (!this.data) return null;
     const box = this.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
-    const { across, gap, cell } = this.geometry, { rows, columns } = this.size, count = this.composite ? 1 : this.size.tiles;
+    const { across, gap, cell } = this.geometry, { rows, columns } = this.size, { count } = this;
     if (this.bars) return { t: 0, r: 0, c: limit(Math.floor(x / cell[0]), 0, columns - 1) };
     // Between two tiles, the cell that is nearest: what looks like a part of the picture must not be deaf.
     const nearest = (at, cells, side, tiles) => {
       const tile = limit(Math.floor((at + gap / 2) / (cells * side + gap)), 0, tiles - 1);
       return [tile, limit(Math.floor((at - tile * (cells * side + gap)) / side), 0, cells - 1)];
     };
-    const [i, c] = nearest(x, columns, cell[0], across), [j, r] = nearest(y, rows, cell[1], Math.ceil(count / across)), t = j * across + i;
+    const [i, c] = nearest(x, columns, cell[0], across), [j, r] = nearest(y, rows, cell[1], Math.ceil(count / across));
+    const t = j * across + i;
     return t < count ? this.strongest({ t, r, c }) : null;
   }
 
@@ -340,10 +401,14 @@ class Picture {
     this.options.onPick(this.indexOf(cell));
   }
 
-  get zoomed() {
-    const { window } = this.data, { row, column } = this.row.layout, { shape } = this.row;
-    const part = (axis, ends) => axis !== null && ends[1] - ends[0] < shape[axis];
-    return part(row, window.rows) || part(column, window.columns);
+  isPart(rows, columns) {
+    const { layout: { row, column }, shape } = this.row, part = (axis, ends) => axis !== null && ends[1] - ends[0] < shape[axis];
+    return part(row, rows) || part(column, columns);
+  }
+  get zoomed() { return this.isPart(this.data.window.rows, this.data.window.columns); }
+  get hasSmallField() {
+    const { row, column } = this.row.layout;
+    return !!this.field && !!this.gradient && this.isPart(this.field[row], this.field[column]);
   }
 
   pan(down, right) {
@@ -370,12 +435,24 @@ class Picture {
     if (direction < 0 && !this.zoomed) return this.ask({ tiles: undefined });
     const change = (axis, [start, stop]) => {
       if (axis === null) return undefined;
-      const size = limit(direction > 0 ? Math.ceil((stop - start) / 2) : 2 * (stop - start), Math.min(2, shape[axis]), shape[axis]);
+      const wanted = direction > 0 ? Math.ceil((stop - start) / 2) : 2 * (stop - start);
+      const size = limit(wanted, Math.min(2, shape[axis]), shape[axis]);
       const centre = direction > 0 && index ? index[axis] : (start + stop) / 2;
       const first = limit(Math.round(centre - size / 2), 0, shape[axis] - size);
       return size === shape[axis] ? undefined : [first, first + size];
     };
     return this.ask({ rows: change(row, window.rows), columns: change(column, window.columns) });
+  }
+
+  // The framed field with a margin around it; `follow` keeps the window with the fields of further targets.
+  zoomToField() {
+    if (!this.hasSmallField) return;
+    const { row, column } = this.row.layout, part = (axis) => {
+      if (axis === null) return undefined;
+      const [start, stop] = this.field[axis], margin = Math.ceil((stop - start) / 4);
+      return [Math.max(0, start - margin), Math.min(this.row.shape[axis], stop + margin)];
+    };
+    this.ask({ index: this.field.map(([start]) => start), rows: part(row), columns: part(column), follow: true });
   }
 
   page(direction) {
@@ -392,20 +469,24 @@ class Picture {
     this.ask({ index, tiles: [first, stop] });
   }
 
-  ask(change) { this.options.onWindow({ ...this.view, ...change }); }
+  ask(change) { this.options.onWindow({ ...this.view, follow: false, ...change }); }
 
   key(event) {
     if (!this.data) return;
-    const { rows, columns, tiles } = this.size, { across } = this.geometry, moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    const { rows, columns, tiles } = this.size, { across } = this.geometry;
+    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     if (event.key in moves && !event.ctrlKey && !event.metaKey && !event.altKey) {
       event.preventDefault();
       const [down, right] = moves[event.key];
-      if (event.shiftKey && this.zoomed) return this.pan(down * Math.ceil(rows / 4) * this.data.block[0], right * Math.ceil(columns / 4) * this.data.block[1]);
+      if (event.shiftKey && this.zoomed) {
+        const { block } = this.data;
+        return this.pan(down * Math.ceil(rows / 4) * block[0], right * Math.ceil(columns / 4) * block[1]);
+      }
       const cell = this.cursor ? { ...this.cursor } : this.cellOf(this.marked) || { t: 0, r: 0, c: 0 };
       if (this.cursor) {
         cell.r += down; cell.c += right;
-        const step = this.composite ? 0 : cell.c < 0 ? -1 : cell.c >= columns ? 1 : cell.r < 0 ? -across : cell.r >= rows ? across : 0;
-        if (step && cell.t + step >= 0 && cell.t + step < tiles) {
+        const step = cell.c < 0 ? -1 : cell.c >= columns ? 1 : cell.r < 0 ? -across : cell.r >= rows ? across : 0;
+        if (step && !this.composite && cell.t + step >= 0 && cell.t + step < tiles) {
           cell.t += step; cell.c = (cell.c + columns) % columns; cell.r = (cell.r + rows) % rows;
         }
         cell.r = limit(cell.r, 0, rows - 1); cell.c = limit(cell.c, 0, columns - 1);
@@ -414,7 +495,10 @@ class Picture {
       this.paint();
       return this.read();
     }
-    const actions = { "+": () => this.zoom(1), "=": () => this.zoom(1), "-": () => this.zoom(-1), 0: () => this.zoom(0), PageDown: () => this.page(1), PageUp: () => this.page(-1) };
+    const actions = {
+      "+": () => this.zoom(1), "=": () => this.zoom(1), "-": () => this.zoom(-1), 0: () => this.zoom(0),
+      PageDown: () => this.page(1), PageUp: () => this.page(-1),
+    };
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
       this.options.onPick(this.indexOf(this.cursor || this.cellOf(this.marked) || { t: 0, r: 0, c: 0 }));
@@ -427,81 +511,96 @@ class Picture {
   }
 
   read() {
-    const cell = this.cursor || this.cellOf(this.marked);
-    if (cell && !this.cursor && !this.hasExactly(this.marked)) { this.readout.textContent = `${this.app.text(this.row, this.marked)} is one of several numbers in the framed cell; zoom in for it.`; return; }
-    if (!cell) { this.readout.textContent = "Point at an element, or move to one with the arrow keys."; return; }
+    const cell = this.cursor || this.cellOf(this.marked), { narrow, narrowGradient } = this.data;
+    const say = (text) => { this.readout.textContent = text; };
+    if (!cell) return say("Point at an element, or move to one with the arrow keys.");
+    if (!this.cursor && !this.hasExactly(this.marked)) {
+      return say(`${this.app.text(this.row, this.marked)} is one of several numbers in the framed cell; zoom in for it.`);
+    }
     const index = this.indexOf(cell), at = this.at(cell), label = this.labelOf(index);
-    const parts = [`${this.app.text(this.row, index)} = ${show(this.values[at], this.data.narrow)}`];
-    if (this.composite && this.size.tiles > 1) parts.push(`all channels ${Array.from({ length: this.size.tiles }, (_, t) => show(this.values[this.at({ ...cell, t })], this.data.narrow)).join(", ")}`);
-    if (this.gradient) parts.push(`gradient ${show(this.gradient[at], this.data.narrowGradient)}`);
+    const parts = [`${this.app.text(this.row, index)} = ${show(this.values[at], narrow)}`];
+    if (this.composite && this.size.tiles > 1) {
+      const channels = Array.from({ length: this.size.tiles }, (_, t) => show(this.values[this.at({ ...cell, t })], narrow));
+      parts.push(`all channels ${channels.join(", ")}`);
+    }
+    if (this.gradient) parts.push(`gradient ${show(this.gradient[at], narrowGradient)}`);
     if (label) parts.push(label);
-    this.readout.textContent = parts.join(" · ");
+    return say(parts.join(" · "));
   }
 
   labelOf(index) {
     const { start } = this.app, { kind, row, column, example } = this.row.layout;
-    if (this.row.labels) return start.labels[index[column]];
-    if (kind === "tokens") return this.texts(example === null ? 0 : index[example])[index[row === null ? column : row]];
-    return "";
+    const text = kind === "tokens" ? this.texts(example === null ? 0 : index[example])[index[row === null ? column : row]] : null;
+    const label = this.row.labels ? start.labels[index[column]] : null;
+    return [text, label].filter((part) => part !== null && part !== undefined).map((part) => `“${part}”`).join(" → ");
   }
 
   texts(example) { return this.app.start.tokens[example] || this.app.start.tokens[0] || []; }
 
   makeTools() {
-    const { window } = this.data, { fixed, tile } = this.row.layout, { shape } = this.row, focused = this.app.focused;
+    const { window } = this.data, { fixed, tile } = this.row.layout, { shape } = this.row, { focused } = this.app;
     const label = focused && this.tools.contains(focused) ? focused.getAttribute("aria-label") : null;
-    const several = tile !== null && !this.composite && shape[tile] > 1;
-    const number = (name, axis, value, onchange) => make("label", { className: "eg-axis" }, `${name} `, make("input", {
+    const number = (name, axis, value, onchange) => make("label", "eg-axis", `${name} `, make("input", {
       type: "number", min: 0, max: shape[axis] - 1, value, "aria-label": name,
       onchange: (event) => onchange(limit(Math.round(Number(event.target.value) || 0), 0, shape[axis] - 1)),
     }), ` of ${shape[axis]}`);
-    const button = (text, name, action, disabled = false) => make("button", { type: "button", title: name, "aria-label": name, disabled, onclick: action }, text);
+    const button = (text, name, onclick, disabled = false) => {
+      return make("button", { type: "button", title: name, "aria-label": name, disabled, onclick }, text);
+    };
     const tools = fixed.filter((axis) => shape[axis] > 1).map((axis) => number(`axis ${axis}`, axis, window.index[axis], (value) => {
       const index = [...window.index];
       index[axis] = value;
       this.ask({ index });
     }));
-    if (several) {
-      const one = window.tiles[1] - window.tiles[0] === 1;
-      tools.push(make("span", { className: "eg-group" },
-        button("‹", "previous channels", () => this.page(-1), window.tiles[0] === 0),
-        one ? number("channel", tile, window.tiles[0], (value) => this.turnTo(value, value + 1)) : make("span", {}, `channels ${window.tiles[0]}–${window.tiles[1] - 1} of ${shape[tile]}`),
-        button("›", "next channels", () => this.page(1), window.tiles[1] >= shape[tile])));
+    if (tile !== null && !this.composite && shape[tile] > 1) {
+      const [first, stop] = window.tiles;
+      tools.push(make("span", "eg-group",
+        button("‹", "previous channels", () => this.page(-1), first === 0),
+        stop - first === 1 ? number("channel", tile, first, (value) => this.turnTo(value, value + 1))
+          : make("span", {}, `channels ${first}–${stop - 1} of ${shape[tile]}`),
+        button("›", "next channels", () => this.page(1), stop >= shape[tile])));
     }
-    if (this.gradient && ["image", "maps"].includes(this.row.layout.kind)) {
-      const modes = make("select", { "aria-label": "what is drawn", onchange: (event) => { this.mode = event.target.value; this.resize(); this.makeScale(); } },
-        ...["overlay", "gradient", "values"].map((mode) => make("option", { value: mode, selected: mode === this.mode }, mode)));
-      tools.push(modes);
+    if (this.gradient && this.layered) {
+      const onchange = (event) => { this.mode = event.target.value; this.resize(); this.makeScale(); };
+      tools.push(make("select", { "aria-label": "what is drawn", onchange },
+        ...["overlay", "gradient", "values"].map((mode) => make("option", { value: mode, selected: mode === this.mode }, mode))));
     }
-    const cells = this.size.rows * this.size.columns * this.size.tiles;
-    if (cells > 1) tools.push(make("span", { className: "eg-group eg-zoom" }, button("+", "zoom in", () => this.zoom(1)), button("−", "zoom out", () => this.zoom(-1)), button("⤢", "show all", () => this.zoom(0))));
+    if (this.values.length > 1) {
+      tools.push(make("span", "eg-group eg-zoom",
+        button("+", "zoom in", () => this.zoom(1)), button("−", "zoom out", () => this.zoom(-1)),
+        button("⤢", "show all", () => this.zoom(0)),
+        this.hasSmallField ? button("▣", "zoom to the field (key f)", () => this.zoomToField()) : null));
+    }
     this.tools.replaceChildren(...tools);
-    if (label) [...this.tools.querySelectorAll("[aria-label]")].find((tool) => tool.getAttribute("aria-label") === label)?.focus();
+    const again = [...this.tools.querySelectorAll("[aria-label]")].find((tool) => tool.getAttribute("aria-label") === label);
+    again?.focus();
     this.makeScale();
   }
 
   makeScale() {
-    const slopes = this.gradient && this.mode !== "values", scale = slopes ? this.data.gradientScale : this.data.scale;
-    const grey = !slopes && (this.composite || (this.gradient && this.mode === "overlay"));
-    const strip = make("canvas", { width: 255, height: 1, className: "eg-strip", role: "presentation" }), context = strip.getContext("2d");
+    const slopes = this.drawn !== "values", scale = slopes ? this.data.gradientScale : this.data.scale;
+    const strip = make("canvas", { width: 255, height: 1, className: "eg-strip", role: "presentation" });
+    const grey = !slopes && this.composite, context = strip.getContext("2d");
     for (let x = 0; x < 255; x += 1) {
       const [red, green, blue] = grey ? [x, x, x] : this.app.colours[2 * x];
       context.fillStyle = `rgb(${red} ${green} ${blue})`;
       context.fillRect(x, 0, 1, 1);
     }
     const [low, middle, high] = grey ? [scale.lowest, "", scale.highest] : [-scale.limit, "0", scale.limit];
-    const word = slopes ? "gradient" : "value";
-    this.scale.replaceChildren(make("span", {}, brief(low)), make("span", { className: "eg-ramp" }, strip, make("span", {}, middle)), make("span", {}, brief(high)), make("span", { className: "eg-word" }, word));
-    if (slopes && this.field) this.scale.append(make("span", { className: "eg-key" }, make("i", { className: "eg-frame" }), this.fieldText));
+    const word = { overlay: "gradient, over the values in grey", gradient: "gradient", values: "value" }[this.drawn];
+    this.scale.replaceChildren(make("span", {}, brief(low)), make("span", "eg-ramp", strip, make("span", {}, middle)),
+      make("span", {}, brief(high)), make("span", "eg-word", word));
+    if (slopes && this.field) this.scale.append(make("span", "eg-key", make("i", "eg-frame"), this.fieldText));
   }
 
   setField(field, exact) {
     this.field = field;
     if (field) {
-      const { row, column } = this.row.layout, sizes = [row, column].filter((axis) => axis !== null).map((axis) => field[axis][1] - field[axis][0]);
-      this.fieldText = exact ? `receptive field, ${sizes.join(" × ")}` : `box of gradients that are not zero, ${sizes.join(" × ")}`;
+      const { row, column } = this.row.layout, axes = [row, column].filter((axis) => axis !== null);
+      const sizes = times(axes.map((axis) => field[axis][1] - field[axis][0]));
+      this.fieldText = `${exact ? "receptive field" : "box of gradients that are not zero"}, ${sizes}`;
     }
-    this.makeScale();
+    this.makeTools();
     this.paint();
   }
 
@@ -519,7 +618,10 @@ class Picture {
     }
     return this.chips.replaceChildren(...texts.map((text, at) => {
       const cell = best.get(at), value = cell ? numbers[this.at(cell)] : 0, chosen = this.marked && this.marked[axis] === at;
-      const chip = make("button", { type: "button", "aria-pressed": String(!!chosen), title: cell ? `largest in size: ${show(value, this.data.narrow)}` : "", onclick: () => cell && this.options.onPick(this.indexOf(cell)) }, text);
+      const chip = make("button", {
+        type: "button", "aria-pressed": String(!!chosen), title: cell ? `largest in size: ${show(value, this.data.narrow)}` : "",
+        onclick: () => cell && this.options.onPick(this.indexOf(cell)),
+      }, text);
       if (this.gradient || row !== null) {
         const [red, green, blue] = this.colour(value, scale.limit);
         chip.style.setProperty("--chip", `rgb(${red} ${green} ${blue})`);
@@ -533,7 +635,10 @@ class Picture {
 class Tree {
   constructor(app, onchoose) {
     Object.assign(this, { app, onchoose, query: "", thumbnails: new Map(), wanted: new Set() });
-    this.search = make("input", { type: "search", placeholder: "Search, or a[0, 3, 2]", "aria-label": "Search the names, or go to a place", oninput: () => { this.query = this.search.value; this.draw(); } });
+    this.search = make("input", {
+      type: "search", placeholder: "Search, or a[0, 3, 2]", "aria-label": "Search the names, or go to a place",
+      oninput: () => { this.query = this.search.value; this.draw(); },
+    });
     this.search.addEventListener("keydown", (event) => {
       if (event.key === "Enter") app.find(this.search.value.trim());
       if (event.key === "ArrowDown") { event.preventDefault(); this.list.querySelector("[role=treeitem]")?.focus(); }
@@ -551,7 +656,7 @@ class Tree {
   build(names) {
     const groups = { input: "Inputs", activation: "Layers", output: "Outputs", parameter: "Parameters", buffer: "Buffers" };
     return Object.entries(groups).map(([kind, title]) => {
-      const root = { title, path: kind, children: [], tensor: null, level: 1 }, nodes = new Map([["", root]]);
+      const root = { title, path: kind, children: [], level: 1 }, nodes = new Map([["", root]]);
       let count = 0;
       names.forEach((row, tensor) => {
         if (row.kind !== kind) return;
@@ -562,7 +667,7 @@ class Tree {
           path += part;
           const key = path.replace(/[./]$/, "");
           if (!nodes.has(key)) {
-            const child = { title: part.replace(/[./]$/, "") || part, path: `${kind} ${key}`, children: [], tensor: null, level: depth + 2 };
+            const child = { title: part.replace(/[./]$/, "") || part, path: `${kind} ${key}`, children: [], level: depth + 2 };
             nodes.set(key, child);
             node.children.push(child);
           }
@@ -572,7 +677,10 @@ class Tree {
       });
       root.count = count;
       root.open = !["parameter", "buffer"].includes(kind);
-      const open = (node, depth) => { for (const child of node.children) { child.open = count <= 40 || depth < 1; open(child, depth + 1); } };
+      const open = (node, depth) => node.children.forEach((child) => {
+        child.open = count <= 40 || depth < 1;
+        open(child, depth + 1);
+      });
       open(root, 0);
       return root;
     }).filter((root) => root.children.length);
@@ -581,9 +689,11 @@ class Tree {
   rows() {
     const query = this.query.replace(/\[.*/, "").trim().toLowerCase();
     if (query) {
-      const found = this.app.start.names.map((row, tensor) => ({ title: row.name, path: `${row.kind} ${row.name}`, children: [], tensor, level: 1 }))
-        .filter((node) => node.title.toLowerCase().includes(query));
-      return found.slice(0, 300).concat(found.length > 300 ? [{ title: `${found.length - 300} more; search for more of the name`, path: "more", children: [], tensor: null, level: 1 }] : []);
+      const nodes = this.app.start.names.map(({ name, kind }, tensor) => ({ title: name, path: `${kind} ${name}`, children: [], tensor, level: 1 }));
+      const found = nodes.filter((node) => node.title.toLowerCase().includes(query));
+      const left = found.splice(300).length;
+      if (left) found.push({ title: `${left} more; search for more of the name`, path: "more", children: [], level: 1 });
+      return found;
     }
     const rows = [], visit = (node) => { rows.push(node); if (node.open) node.children.forEach(visit); };
     this.roots.forEach(visit);
@@ -591,38 +701,50 @@ class Tree {
   }
 
   draw() {
-    const { start, state } = this.app, focused = this.list.contains(this.app.focused) ? this.app.focused.dataset.path : null;
+    const { focused } = this.app, path = this.list.contains(focused) ? focused.dataset.path : null;
     this.observer.disconnect();
     this.visible = this.rows();
-    const items = this.visible.map((node) => {
-      const row = node.tensor === null ? null : start.names[node.tensor], roles = [];
-      if (row && node.tensor === state.source) roles.push("source");
-      if (row && state.target && node.tensor === state.target.tensor) roles.push("target");
-      const item = make("div", { role: "treeitem", tabIndex: -1, className: `eg-node${node.level === 1 && node.count ? " eg-root" : ""}`, "aria-level": String(node.level),
-        "aria-selected": String(row !== null && node.tensor === state.hand), "aria-expanded": node.children.length ? String(!!node.open) : null,
-        "aria-label": row ? `${row.name}, ${row.kind}, ${times(row.shape)} ${row.dtype}${roles.map((role) => `, ${role}`).join("")}` : `${node.title}, ${node.count || node.children.length} names`,
-        onclick: (event) => this.click(node, event) });
-      item.dataset.path = node.path;
-      item.style.setProperty("--level", node.level);
-      item.append(make("span", { className: "eg-twist" }, node.children.length ? (node.open ? "▾" : "▸") : ""));
-      if (row) {
-        item.dataset.tensor = node.tensor;
-        item.append(this.thumbnail(node.tensor));
-        this.observer.observe(item);
-      }
-      item.append(make("span", { className: "eg-name", title: row ? row.name : node.title }, node.title), ...roles.map((role) => make("span", { className: `eg-role eg-${role}` }, role)),
-        make("span", { className: "eg-shape" }, row ? row.shape.join("×") || "one number" : String(node.count || "")));
-      return item;
-    });
+    const items = this.visible.map((node) => this.makeItem(node));
     this.list.replaceChildren(...items);
-    const selected = items.find((item) => item.getAttribute("aria-selected") === "true") || items[0];
-    const again = items.find((item) => item.dataset.path === focused);
-    if (again || selected) (again || selected).tabIndex = 0;
+    const again = items.find((item) => item.dataset.path === path);
+    const first = again || items.find((item) => item.getAttribute("aria-selected") === "true") || items[0];
+    if (first) first.tabIndex = 0;
     if (again) again.focus({ preventScroll: true });
   }
 
+  makeItem(node) {
+    const { start, state } = this.app, row = start.names[node.tensor], isBranch = node.children.length > 0;
+    const roles = Object.entries({ source: state.source, target: state.target?.tensor })
+      .filter(([, tensor]) => row && tensor === node.tensor).map(([role]) => role);
+    const described = row ? [row.name, row.kind, `${times(row.shape)} ${row.dtype}`, ...roles]
+      : [node.title, `${node.count || node.children.length} names`];
+    const item = make("div", {
+      role: "treeitem", tabIndex: -1, className: `eg-node${node.level === 1 && node.count ? " eg-root" : ""}`,
+      "aria-level": String(node.level), "aria-selected": String(!!row && node.tensor === state.hand),
+      "aria-expanded": isBranch ? String(!!node.open) : null, "aria-label": described.join(", "),
+      onclick: (event) => this.click(node, event),
+    }, make("span", "eg-twist", isBranch ? (node.open ? "▾" : "▸") : ""));
+    item.dataset.path = node.path;
+    item.style.setProperty("--level", node.level);
+    if (row) {
+      item.dataset.tensor = node.tensor;
+      item.append(this.thumbnail(node.tensor));
+      this.observer.observe(item);
+    }
+    item.append(make("span", { className: "eg-name", title: row ? row.name : node.title }, node.title),
+      ...roles.map((role) => make("span", `eg-role eg-${role}`, role)),
+      make("span", "eg-shape", row ? row.shape.join("×") || "one number" : String(node.count || "")));
+    return item;
+  }
+
   click(node, event) {
-    if (node.children.length && (node.tensor === null || event.target.classList.contains("eg-twist"))) { node.open = !node.open; this.draw(); } else if (node.tensor !== null) this.onchoose(node.tensor);
+    if (node.tensor === undefined || event.target.classList.contains("eg-twist")) this.toggle(node);
+    else this.onchoose(node.tensor);
+  }
+
+  toggle(node) {
+    node.open = !node.open;
+    this.draw();
   }
 
   reveal(tensor) {
@@ -639,13 +761,20 @@ class Tree {
   key(event) {
     const items = [...this.list.children], at = items.indexOf(this.app.focused), node = this.visible[at];
     if (!node || event.ctrlKey || event.metaKey || event.altKey) return;
-    const go = (to) => { const item = items[limit(to, 0, items.length - 1)]; items.forEach((other) => { other.tabIndex = -1; }); item.tabIndex = 0; item.focus(); };
-    const parent = () => { for (let up = at - 1; up >= 0; up -= 1) if (this.visible[up].level < node.level) return up; return at; };
+    const go = (to) => {
+      const item = items[limit(to, 0, items.length - 1)];
+      items.forEach((other) => { other.tabIndex = other === item ? 0 : -1; });
+      item.focus();
+    };
+    const parent = () => {
+      for (let up = at - 1; up >= 0; up -= 1) if (this.visible[up].level < node.level) return up;
+      return at;
+    };
     const actions = {
       ArrowDown: () => go(at + 1), ArrowUp: () => go(at - 1), Home: () => go(0), End: () => go(items.length - 1),
-      ArrowRight: () => { if (node.children.length && !node.open) { node.open = true; this.draw(); } else if (node.children.length) go(at + 1); },
-      ArrowLeft: () => { if (node.children.length && node.open) { node.open = false; this.draw(); } else go(parent()); },
-      Enter: () => { if (node.tensor !== null) this.onchoose(node.tensor); else { node.open = !node.open; this.draw(); } },
+      ArrowRight: () => { if (node.children.length) { if (node.open) go(at + 1); else this.toggle(node); } },
+      ArrowLeft: () => { if (node.children.length && node.open) this.toggle(node); else go(parent()); },
+      Enter: () => { if (node.tensor !== undefined) this.onchoose(node.tensor); else this.toggle(node); },
       " ": () => actions.Enter(),
     };
     if (event.key in actions) { event.preventDefault(); actions[event.key](); }
@@ -662,10 +791,13 @@ class Tree {
     if (!picture) return;
     canvas.width = picture.columns;
     canvas.height = picture.rows;
-    const context = canvas.getContext("2d"), image = new ImageData(picture.columns, picture.rows), steps = new Int8Array(bytes(picture.steps));
+    const context = canvas.getContext("2d"), image = new ImageData(picture.columns, picture.rows);
+    const steps = new Int8Array(bytes(picture.steps)), low = Math.min(0, ...steps.filter((step) => step > -128));
+    const isImage = this.app.row(Number(canvas.dataset.thumb)).layout.kind === "image";
     steps.forEach((step, at) => {
-      const [red, green, blue] = step === -128 ? this.app.nonfinite.NaN : this.app.colours[2 * step + 255];
-      image.data.set([red, green, blue, 255], 4 * at);
+      const grey = Math.round((255 * (step - low)) / (127 - low));
+      const colour = isImage ? [grey, grey, grey] : this.app.colours[2 * step + 255];
+      image.data.set([...(step === -128 ? this.app.nonfinite.NaN : colour), 255], 4 * at);
     });
     context.putImageData(image, 0, 0);
   }
@@ -682,7 +814,8 @@ class Tree {
     const tensors = [...this.wanted].slice(0, 48);
     if (!tensors.length) return;
     tensors.forEach((tensor) => { this.wanted.delete(tensor); this.thumbnails.set(tensor, null); });
-    const answer = await this.app.request("thumbnails", { ask: "thumbnails", tensors, index: [this.app.state.example], edits: this.app.edits() }, true);
+    const message = { ask: "thumbnails", tensors, index: [this.app.state.example], edits: this.app.edits() };
+    const answer = await this.app.request("thumbnails", message, true);
     if (!answer) { tensors.forEach((tensor) => this.thumbnails.delete(tensor)); return; }
     for (const [tensor, picture] of Object.entries(answer.thumbnails || {})) {
       this.thumbnails.set(Number(tensor), picture);
@@ -691,14 +824,18 @@ class Tree {
     if (this.wanted.size) this.load();
   }
 
-  repaint() { this.list.querySelectorAll("[data-thumb]").forEach((canvas) => this.paint(canvas, this.thumbnails.get(Number(canvas.dataset.thumb)))); }
+  repaint() {
+    for (const canvas of this.list.querySelectorAll("[data-thumb]")) {
+      this.paint(canvas, this.thumbnails.get(Number(canvas.dataset.thumb)));
+    }
+  }
   forget() { this.thumbnails.clear(); this.draw(); }
 }
 
 class App {
   constructor(root, start, ask) {
     Object.assign(this, { root, start, ask, slots: new Map(), history: [], position: -1, edited: new Map() });
-    this.state = { hand: start.output, target: null, source: start.source, picked: null, example: 0, handView: {}, sourceView: {} };
+    this.state = { hand: start.output, handView: {}, target: null, source: start.source, sourceView: {}, picked: null, example: 0 };
     this.root.classList.add("elementgrad-explore");
     this.root.setAttribute("data-lm-suppress-shortcuts", "true");
     this.makePage();
@@ -706,8 +843,9 @@ class App {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.chooseTheme(this.theme));
     new ResizeObserver(() => { this.hand.resize(); this.answer.resize(); }).observe(this.root);
     // Not `:hover`, which is what is under the pointer after the push.
-    this.root.addEventListener("pointerdown", (event) => { this.pointed = this.drivers.contains(event.target); });
-    this.root.addEventListener("pointermove", (event) => { if (event.movementX || event.movementY) this.pointed = this.drivers.contains(event.target); });
+    const point = (event) => { this.pointed = this.drivers.contains(event.target); };
+    this.root.addEventListener("pointerdown", point);
+    this.root.addEventListener("pointermove", (event) => { if (event.movementX || event.movementY) point(event); });
     const above = new ResizeObserver(() => this.keepDriversInPlace());
     for (const element of [this.hand.element, ...this.right.children]) if (element !== this.drivers) above.observe(element);
     this.root.tabIndex = -1;
@@ -768,8 +906,12 @@ class App {
     } finally { this.tell(); }
   }
 
-  cancel() { for (const [slot, entry] of this.slots) { entry.controller.abort(); this.slots.delete(slot); } this.tell(); this.settle(); }
-  settle() { this.hand.element.removeAttribute("aria-busy"); this.answer.element.removeAttribute("aria-busy"); }
+  cancel() {
+    for (const entry of this.slots.values()) entry.controller.abort();
+    this.slots.clear();
+    this.tell();
+    for (const { element } of [this.hand, this.answer]) element.removeAttribute("aria-busy");
+  }
 
   // Progress, once it takes longer than one would notice.
   tell() {
@@ -780,77 +922,125 @@ class App {
     if (!entries.length || seconds < 0.3) this.progress.hidden = true;
     else {
       const said = entries.map(([, entry]) => entry.said).find(Boolean) || "reading";
-      this.progressText.textContent = `${said[0].toUpperCase()}${said.slice(1)} (${entries.map(([slot]) => slot).join(", ")}), ${seconds.toFixed(1)} s`;
+      const slots = entries.map(([slot]) => slot).join(", ");
+      this.progressText.textContent = `${said[0].toUpperCase()}${said.slice(1)} (${slots}), ${seconds.toFixed(1)} s`;
       this.progress.hidden = false;
     }
     if (entries.length) this.clock = setTimeout(() => this.tell(), 250);
   }
 
   complain(text) { this.alert.textContent = text; this.alertBox.hidden = false; }
-  say(text) { this.status.textContent = text; clearTimeout(this.saying); this.saying = setTimeout(() => { this.status.textContent = ""; }, 2500); }
+  say(text) {
+    this.status.textContent = text;
+    clearTimeout(this.saying);
+    this.saying = setTimeout(() => { this.status.textContent = ""; }, 2500);
+  }
 
   makePage() {
-    const button = (text, key, action, options = {}) => make("button", { type: "button", onclick: action, title: key ? `${text} (key ${key})` : text, "aria-keyshortcuts": key || null, ...options }, text);
-    this.button = button;
+    const { button } = this;
     this.tree = new Tree(this, (tensor) => this.take(tensor));
-    this.hand = new Picture(this, { label: () => `${this.row(this.state.hand).name}, ${this.row(this.state.hand).kind}, shape ${times(this.row(this.state.hand).shape)}`, height: () => 460,
-      onWindow: (view) => { this.state.handView = view; this.showHand(); }, onPick: (index) => this.setTarget({ tensor: this.state.hand, index }) });
-    this.answer = new Picture(this, { label: () => this.state.target ? `Gradient of ${this.elementText(this.state.target)} with respect to ${this.row(this.state.source).name}` : this.row(this.state.source).name, height: () => 320,
-      onWindow: (view) => { this.state.sourceView = view; this.showAnswer(false); }, onPick: (index) => this.pick(index) });
-    this.title = make("h2", { className: "eg-hand-title" });
-    this.facts = make("p", { className: "eg-facts" });
-    this.sourceSelect = make("select", { "aria-label": "Source", onchange: () => this.setSource(Number(this.sourceSelect.value)) });
-    this.start.names.forEach((row, tensor) => { if (row.floating) this.sourceSelect.append(make("option", { value: tensor }, `${this.text(row)}  ${times(row.shape)}`)); });
+    this.hand = new Picture(this, {
+      label: () => {
+        const row = this.row(this.state.hand);
+        return `${row.name}, ${row.kind}, shape ${times(row.shape)}`;
+      },
+      height: () => 460,
+      onWindow: (view) => { this.state.handView = view; this.showHand(); },
+      onPick: (index) => this.setTarget({ tensor: this.state.hand, index }),
+    });
+    this.answer = new Picture(this, {
+      label: () => {
+        const { target, source } = this.state, { name } = this.row(source);
+        return target ? `Gradient of ${this.elementText(target)} with respect to ${name}` : name;
+      },
+      height: () => 320,
+      onWindow: (view) => { this.state.sourceView = view; this.showAnswer(false); },
+      onPick: (index) => this.pick(index),
+    });
+    this.title = make("h2", "eg-hand-title");
+    this.facts = make("p", "eg-facts");
+    const choose = () => this.setSource(Number(this.sourceSelect.value));
+    this.sourceSelect = make("select", { "aria-label": "Source", onchange: choose });
+    this.start.names.forEach((row, tensor) => {
+      if (row.floating) this.sourceSelect.append(make("option", { value: tensor }, `${this.text(row)}  ${times(row.shape)}`));
+    });
     this.crumbs = make("ol", { className: "eg-crumbs", "aria-label": "Targets so far" });
     this.passedNote = make("p", { className: "eg-notes", hidden: true });
     this.backButton = button("Back", "[", () => this.travel(-1));
     this.forwardButton = button("Forward", "]", () => this.travel(1));
-    this.question = make("h2", { className: "eg-question" });
+    this.question = make("h2", "eg-question");
     this.missing = make("div", { className: "eg-callout eg-bad", hidden: true });
     this.elementBox = make("section", { className: "eg-element", "aria-label": "The chosen element", hidden: true });
-    this.drivers = make("div", { className: "eg-drivers" });
+    this.drivers = make("div", "eg-drivers");
     // A list that is drawn anew between press and release would lose the click: it waits for the release.
     this.drivers.addEventListener("pointerdown", () => {
       this.released = new Promise((resolve) => {
-        for (const kind of ["pointerup", "pointercancel"]) window.addEventListener(kind, () => setTimeout(resolve), { once: true });
+        const release = () => setTimeout(resolve);
+        for (const kind of ["pointerup", "pointercancel"]) window.addEventListener(kind, release, { once: true });
       });
     });
     this.code = make("code", {});
     this.alert = make("span", {});
-    this.alertBox = make("div", { className: "eg-callout eg-bad", role: "alert", hidden: true }, this.alert, button("Dismiss", "", () => { this.alertBox.hidden = true; }));
+    const dismiss = button("Dismiss", "", () => { this.alertBox.hidden = true; });
+    this.alertBox = make("div", { className: "eg-callout eg-bad", role: "alert", hidden: true }, this.alert, dismiss);
     this.status = make("span", { className: "eg-status", role: "status" });
-    this.progressText = make("span", {});
-    this.progress = make("div", { className: "eg-progress", role: "status", hidden: true }, make("i", { className: "eg-spin" }), this.progressText, button("Cancel", "Escape", () => this.cancel()));
+    this.progressText = make("span");
+    this.progress = make("div", { className: "eg-progress", role: "status", hidden: true },
+      make("i", "eg-spin"), this.progressText, button("Cancel", "Escape", () => this.cancel()));
     this.themeButton = button("Theme", "", () => this.chooseTheme({ auto: "light", light: "dark", dark: "auto" }[this.theme]));
-    this.editBox = make("span", { className: "eg-edits" });
-    const examples = this.makeExamples(), help = button("Keys", "?", () => this.help());
-    const header = make("header", { className: "eg-header" }, make("h1", {}, this.start.title), make("span", { className: "eg-sub" }, `${{ torch: "PyTorch", tensorflow: "TensorFlow", jax: "JAX" }[this.start.framework]} · ${this.start.names.length} tensors`),
-      examples, this.editBox, make("span", { className: "eg-space" }), this.status, help, this.themeButton);
-    const centre = make("main", { className: "eg-centre", "aria-label": "The tensor in hand" }, this.title, this.facts,
-      make("div", { className: "eg-actions" }, button("Use as source", "s", () => this.setSource(this.state.hand)), button("Copy as code", "", () => this.copy(true))), this.hand.element,
-      make("p", { className: "eg-hint" }, "Click an element to make it the target."));
+    this.editBox = make("span", "eg-edits");
+    const framework = { torch: "PyTorch", tensorflow: "TensorFlow", jax: "JAX" }[this.start.framework];
+    const header = make("header", "eg-header",
+      make("h1", {}, this.start.title), make("span", "eg-sub", `${framework} · ${this.start.names.length} tensors`),
+      this.makeExamples(), this.editBox, make("span", "eg-space"), this.status,
+      button("Keys", "?", () => this.help()), this.themeButton);
+    const centre = make("main", { className: "eg-centre", "aria-label": "The tensor in hand" },
+      this.title, this.facts,
+      make("div", "eg-actions",
+        button("Use as source", "s", () => this.setSource(this.state.hand)), button("Copy as code", "", () => this.copy(true))),
+      this.hand.element, make("p", "eg-hint", "Click an element to make it the target."));
     const right = this.right = make("aside", { className: "eg-answer", "aria-label": "The answer" },
-      make("div", { className: "eg-trail" }, this.backButton, this.forwardButton, this.crumbs), this.passedNote, this.question,
-      make("label", { className: "eg-source-choice" }, make("span", {}, "by the source "), this.sourceSelect),
-      make("div", { className: "eg-actions" }, button("Walk back", "w", () => this.walk()), button("Copy as code", "c", () => this.copy()), button("Download report", "r", () => this.report()), button("Explain", "e", () => this.explain())),
-      this.missing, this.answer.element, make("pre", { className: "eg-code", tabIndex: 0, "aria-label": "The same as code" }, this.code), this.elementBox, this.drivers);
-    this.root.replaceChildren(header, this.alertBox, make("div", { className: "eg-body" }, this.tree.element, centre, right), this.progress);
+      make("div", "eg-trail", this.backButton, this.forwardButton, this.crumbs), this.passedNote, this.question,
+      make("label", "eg-source-choice", make("span", {}, "by the source "), this.sourceSelect),
+      make("div", "eg-actions",
+        button("Walk back", "w", () => this.walk()), button("Copy as code", "c", () => this.copy()),
+        button("Download report", "r", () => this.report()), button("Explain", "e", () => this.explain())),
+      this.missing, this.answer.element,
+      make("pre", { className: "eg-code", tabIndex: 0, "aria-label": "The same as code" }, this.code),
+      this.elementBox, this.drivers);
+    this.root.replaceChildren(header, this.alertBox, make("div", "eg-body", this.tree.element, centre, right), this.progress);
+  }
+
+  button(text, key, onclick, options = {}) {
+    const title = key ? `${text} (key ${key})` : text;
+    return make("button", { type: "button", onclick, title, "aria-keyshortcuts": key || null, ...options }, text);
   }
 
   makeExamples() {
     const { examples, exampleLabels } = this.start;
     if (examples < 2) return null;
-    this.exampleSelect = make("select", { "aria-label": "Example", onchange: () => this.setExample(Number(this.exampleSelect.value)) });
-    for (let k = 0; k < Math.min(examples, 2000); k += 1) this.exampleSelect.append(make("option", { value: k }, exampleLabels[k] ? `${k}: ${exampleLabels[k]}` : String(k)));
-    return make("label", { className: "eg-examples" }, "example ", this.button("‹", ",", () => this.setExample(this.state.example - 1), { "aria-label": "previous example" }), this.exampleSelect,
-      this.button("›", ".", () => this.setExample(this.state.example + 1), { "aria-label": "next example" }), ` of ${examples}`);
+    const go = (step) => this.setExample(this.state.example + step);
+    const choose = () => this.setExample(Number(this.exampleSelect.value));
+    this.exampleSelect = make("select", { "aria-label": "Example", onchange: choose });
+    for (let k = 0; k < Math.min(examples, 2000); k += 1) {
+      this.exampleSelect.append(make("option", { value: k }, exampleLabels[k] ? `${k}: ${exampleLabels[k]}` : String(k)));
+    }
+    return make("label", "eg-examples", "example ",
+      this.button("‹", ",", () => go(-1), { "aria-label": "previous example" }), this.exampleSelect,
+      this.button("›", ".", () => go(1), { "aria-label": "next example" }), ` of ${examples}`);
   }
 
-  // The index of the axes that are fixed: the example, and what the user chose for the others.
-  indexFor(tensor, view) {
-    const row = this.row(tensor), index = view.index && view.index.length === row.shape.length ? [...view.index] : row.shape.map(() => 0);
+  // The message that asks for a window of a tensor, at the example in sight and what the user chose for further axes.
+  askFor(tensor, view, of) {
+    const row = this.row(tensor), index = view.index?.length === row.shape.length ? [...view.index] : row.shape.map(() => 0);
     if (row.layout.example !== null) index[row.layout.example] = this.state.example;
-    return index;
+    return { ask: "view", tensor, of, index, tiles: view.tiles, rows: view.rows, columns: view.columns, edits: this.edits() };
+  }
+
+  // A message on the source, or on the element of it that is chosen.
+  asking(ask) {
+    const { target, source, picked } = this.state;
+    return { ask, tensor: source, of: target, index: picked || undefined, edits: this.edits() };
   }
 
   async showHand() {
@@ -858,7 +1048,7 @@ class App {
     this.title.textContent = this.text(row);
     this.facts.textContent = `${row.kind} · ${times(row.shape)} · ${row.dtype}`;
     this.hand.element.setAttribute("aria-busy", "true");
-    const data = await this.request("tensor", { ask: "view", tensor: hand, index: this.indexFor(hand, handView), tiles: handView.tiles, rows: handView.rows, columns: handView.columns, edits: this.edits() });
+    const data = await this.request("tensor", this.askFor(hand, handView));
     if (!data) return null;
     this.hand.element.removeAttribute("aria-busy");
     if (data.failed) return null;
@@ -875,14 +1065,15 @@ class App {
     this.answer.element.setAttribute("aria-busy", "true");
     if (fresh) { this.slots.get("shares")?.controller.abort(); this.slots.get("explain")?.controller.abort(); }
     if (this.drivers.dataset.source !== String(source)) this.swap(this.drivers);  // the elements of another tensor
-    const data = await this.request("gradient", { ask: "view", tensor: source, of: target, index: this.indexFor(source, sourceView), tiles: sourceView.tiles, rows: sourceView.rows, columns: sourceView.columns, edits: this.edits() });
+    const data = await this.request("gradient", this.askFor(source, sourceView, target));
     if (!data) return;
     this.answer.element.removeAttribute("aria-busy");
     if (data.failed) return;
     if (fresh) this.answer.field = null;
     this.answer.marked = this.state.picked;
     this.answer.set(row, data, sourceView);
-    this.question.replaceChildren("What drives ", make("code", {}, data.of.text), make("span", { className: "eg-value" }, ` = ${show(data.of.value, data.of.narrow)}`));
+    const value = make("span", "eg-value", ` = ${show(data.of.value, data.of.narrow)}`);
+    this.question.replaceChildren("What drives ", make("code", {}, data.of.text), value);
     this.missing.hidden = !data.missing;
     this.missing.textContent = data.missing || "";
     this.root.dataset.shown = String(Number(this.root.dataset.shown || 0) + 1);
@@ -893,6 +1084,7 @@ class App {
     this.showDrivers();
     const field = await this.request("field", { ask: "field", tensor: source, of: target, edits: this.edits() }, true);
     if (field && !field.failed) this.answer.setField(field.field, field.exact);
+    if (this.state.sourceView.follow) this.answer.zoomToField();
     const zero = this.answer.data === data && data.gradientScale.lowest === 0 && data.gradientScale.highest === 0;
     if (zero && !this.state.picked) this.explain();
   }
@@ -904,36 +1096,51 @@ class App {
     await this.released;
     if (!sameElement(target, this.state.target) || source !== this.state.source) return;
     this.drivers.dataset.source = String(source);
-    const widest = Math.max(...answer.drivers.map((driver) => Math.abs(Number(driver.gradient)) || 0), 0) || 1;
+    const sizes = answer.drivers.map((driver) => Math.abs(Number(driver.gradient)) || 0), widest = Math.max(...sizes, 0) || 1;
     const rows = answer.drivers.map((driver, place) => {
-      const bar = make("i", { className: "eg-part" }), part = Math.round(100 * (Math.abs(Number(driver.gradient)) || 0) / widest);
-      const line = make("tr", { className: Number(driver.gradient) < 0 ? "eg-below" : "eg-above", "aria-selected": String(sameIndex(driver.index, this.state.picked)) }, make("th", { scope: "row" }, String(place + 1)),
-        make("td", {}, make("button", { type: "button", className: "eg-link", onclick: () => this.pick(driver.index) }, driver.text)),
-        make("td", { className: "eg-number" }, show(driver.gradient, answer.narrow)), make("td", { className: "eg-number" }, show(driver.value, answer.narrowValues)), make("td", { className: "eg-bar" }, bar));
-      line.style.setProperty("--part", `${part}%`);
+      const chosen = sameIndex(driver.index, this.state.picked), sign = Number(driver.gradient) < 0 ? "eg-below" : "eg-above";
+      const line = make("tr", { className: sign, "aria-selected": String(chosen) },
+        make("th", { scope: "row" }, String(place + 1)),
+        make("td", {}, this.link(driver.text, () => this.pick(driver.index))),
+        make("td", "eg-number", show(driver.gradient, answer.narrow)),
+        make("td", "eg-number", show(driver.value, answer.narrowValues)),
+        make("td", "eg-bar", make("i", "eg-part")));
+      line.style.setProperty("--part", `${Math.round((100 * sizes[place]) / widest)}%`);
       return line;
     });
-    const count = answer.drivers.length;
-    this.swap(this.drivers, make("h3", {}, `Top ${count} drivers`), make("p", { className: "eg-notes" }, `Of ${answer.size} elements, ${answer.nonzero} have a gradient that is not zero.`),
-      make("table", {}, make("thead", {}, make("tr", {}, ...["", "element", "gradient", "value", ""].map((head) => make("th", { scope: "col" }, head)))), make("tbody", {}, ...rows)));
+    const title = { 0: "No drivers", 1: "The only driver" }[rows.length] || `Top ${rows.length} drivers`;
+    const some = { 0: "none has", 1: "1 has" }[answer.nonzero] || `${answer.nonzero} have`;
+    this.swap(this.drivers, make("h3", {}, title),
+      make("p", "eg-notes", `Of ${answer.size} elements, ${some} a gradient that is not zero.`),
+      makeTable(["", "element", "gradient", "value", ""], rows));
+  }
+
+  link(text, onclick, options = {}) {
+    return make("button", { type: "button", className: "eg-link", onclick, ...options }, text);
   }
 
   // `passed`: the layers that hand the target on, which a walk has stepped over.
   setTarget(target, source = this.state.source, remember = true, passed = []) {
-    Object.assign(this.state, { target, source, picked: null, sourceView: source === this.state.source ? this.state.sourceView : {} });
+    const sourceView = source === this.state.source ? this.state.sourceView : {};
+    Object.assign(this.state, { target, source, sourceView, picked: null });
     this.alertBox.hidden = true;
     if (this.hand.row) {
       this.hand.marked = this.hand.row === this.row(target.tensor) ? target.index : null;
       this.hand.paint();
       this.hand.read();
     }
+    const shown = this.showAnswer();  // first, so that it is read meanwhile
     if (remember) this.remember(passed);
     this.tree.draw();
-    return this.showAnswer();
+    return shown;
   }
 
   setSource(source) {
-    if (!this.row(source).floating) { this.complain(`${this.row(source).name} is of dtype ${this.row(source).dtype}, which has no gradients; choose another source.`); return; }
+    const { name, floating, dtype } = this.row(source);
+    if (!floating) {
+      this.complain(`${name} is of dtype ${dtype}, which has no gradients; choose another source.`);
+      return;
+    }
     Object.assign(this.state, { source, picked: null, sourceView: {} });
     if (this.state.target) this.remember();
     this.tree.draw();
@@ -941,20 +1148,32 @@ class App {
   }
 
   take(tensor, view = {}) {
+    if (view.index) this.showExampleOf(tensor, view.index);
     Object.assign(this.state, { hand: tensor, handView: view });
+    const shown = this.showHand();
     this.tree.draw();
-    return this.showHand();
+    return shown;
+  }
+
+  showExample(example) {
+    if (this.exampleSelect) this.exampleSelect.value = String(example);
+    if (example === this.state.example) return;
+    this.state.example = example;
+    this.tree.forget();
+  }
+
+  showExampleOf(tensor, index) {
+    const axis = this.row(tensor).layout.example;
+    if (axis !== null) this.showExample(index[axis]);
   }
 
   setExample(example) {
     if (example < 0 || example >= this.start.examples || !this.start.examples) return;
     const { target, picked, source } = this.state;
-    this.state.example = example;
-    if (this.exampleSelect) this.exampleSelect.value = String(example);
-    const move = (tensor, index) => { const axis = this.row(tensor).layout.example; return axis === null ? index : index.map((at, i) => (i === axis ? example : at)); };
+    this.showExample(example);
+    const move = (tensor, index) => index.map((at, axis) => (axis === this.row(tensor).layout.example ? example : at));
     if (target) this.state.target = { tensor: target.tensor, index: move(target.tensor, target.index) };
     if (picked) this.state.picked = move(source, picked);
-    this.tree.forget();
     this.showHand();
     if (target) { this.remember(); this.showAnswer(); }
   }
@@ -992,8 +1211,8 @@ class App {
     if (position < 0 || position >= this.history.length) return;
     this.position = position;
     const { view } = this.history[position], handView = view.target.tensor === view.hand ? { index: view.target.index } : {};
+    this.showExample(view.example);
     Object.assign(this.state, view, { picked: null, handView, sourceView: {} });
-    if (this.exampleSelect) this.exampleSelect.value = String(this.state.example);
     this.tree.reveal(this.state.hand);
     this.drawCrumbs();
     this.showHand();
@@ -1003,16 +1222,24 @@ class App {
   drawCrumbs() {
     this.backButton.disabled = this.position <= 0;
     this.forwardButton.disabled = this.position >= this.history.length - 1;
-    const shown = this.history.map((entry, at) => ({ ...entry, at })).filter(({ view, at }) => at === 0 || at === this.position || !sameElement(view.target, this.history[at - 1].view.target));
+    const isNew = (at) => at === 0 || !sameElement(this.history[at].view.target, this.history[at - 1].view.target);
+    const shown = this.history.map((entry, at) => ({ ...entry, at })).filter(({ at }) => at === this.position || isNew(at));
     const items = shown.slice(-8).flatMap(({ view, passed, at }) => [
-      ...passed.map((element) => make("li", { className: "eg-passed" }, make("button", { type: "button", className: "eg-link", title: `${this.elementText(element)} is the same number: look at it`, onclick: () => this.look(element) }, `via ${this.row(element.tensor).name}`))),
-      make("li", {}, make("button", { type: "button", className: "eg-link", "aria-current": at === this.position ? "step" : null, onclick: () => this.goTo(at) }, this.elementText(view.target))),
+      ...passed.map((element) => {
+        const title = `${this.elementText(element)} is the same number: look at it`;
+        return make("li", "eg-passed", this.link(`via ${this.row(element.tensor).name}`, () => this.look(element), { title }));
+      }),
+      make("li", {}, this.link(this.elementText(view.target), () => this.goTo(at),
+        { "aria-current": at === this.position ? "step" : null })),
     ]);
     if (shown.length > 8) items.unshift(make("li", {}, `${shown.length - 8} earlier`));
     this.swap(this.crumbs, ...items);
     const { passed } = this.history[this.position];
     this.passedNote.hidden = !passed.length;
-    if (passed.length) this.passedNote.textContent = `${this.elementText(this.history[this.position - 1].view.target)} is the same number as ${passed.map((element) => this.elementText(element)).join(" and ")}; the walk went on from there.`;
+    if (!passed.length) return;
+    const from = this.elementText(this.history[this.position - 1].view.target);
+    const same = passed.map((element) => this.elementText(element)).join(" and ");
+    this.passedNote.textContent = `${from} is the same number as ${same}; the walk went on from there.`;
   }
 
   // Choose an element of the source: its number, shares, and why it is zero or missing.
@@ -1022,25 +1249,30 @@ class App {
     this.updateCode();
     this.answer.marked = index;
     if (!this.answer.cellOf(index)) {
-      const { example } = this.row(this.state.source).layout;
-      if (example !== null && index[example] !== this.state.example) { this.state.example = index[example]; if (this.exampleSelect) this.exampleSelect.value = String(index[example]); }
+      this.showExampleOf(this.state.source, index);
       this.state.sourceView = { index };
       this.showAnswer(false).then(() => this.showElement());
     } else { this.answer.paint(); this.answer.read(); this.answer.makeChips(); this.showElement(); }
-    this.drivers.querySelectorAll("tbody tr").forEach((row) => row.setAttribute("aria-selected", String(row.querySelector("button").textContent === this.text(this.row(this.state.source), index))));
+    const text = this.text(this.row(this.state.source), index);
+    for (const row of this.drivers.querySelectorAll("tbody tr")) {
+      row.setAttribute("aria-selected", String(row.querySelector("button").textContent === text));
+    }
   }
 
   // The value and gradient of an element of the source: in the picture, unless a larger number of its cell is there.
   async numbersOf(source, index) {
     this.slots.get("element")?.controller.abort();
-    const { answer } = this, { tile, row, column } = this.row(source).layout, only = (axis) => axis === null ? undefined : [index[axis], index[axis] + 1];
+    const { answer } = this, { tile, row, column } = this.row(source).layout;
     if (answer.hasExactly(index)) {
       const at = answer.at(answer.cellOf(index));
       return { value: answer.values[at], slope: answer.gradient ? answer.gradient[at] : null };
     }
-    const data = await this.request("element", { ask: "view", tensor: source, of: this.state.target, index, tiles: only(tile), rows: only(row), columns: only(column), edits: this.edits() });
+    const only = (axis) => (axis === null ? undefined : [index[axis], index[axis] + 1]);
+    const view = { index, tiles: only(tile), rows: only(row), columns: only(column) };
+    const data = await this.request("element", this.askFor(source, view, this.state.target));
     if (!data || data.failed) return null;
-    return { value: decode(data.values, data.narrow)[0], slope: data.gradient ? decode(data.gradient, data.narrowGradient)[0] : null };
+    const slope = data.gradient ? decode(data.gradient, data.narrowGradient)[0] : null;
+    return { value: decode(data.values, data.narrow)[0], slope };
   }
 
   async showElement() {
@@ -1049,31 +1281,46 @@ class App {
     if (this.elementBox.hidden) { this.swap(this.elementBox); return; }
     const row = this.row(source), exact = await this.numbersOf(source, picked);
     if (!exact) return;
-    const { value, slope } = exact;
-    const number = make("p", { className: "eg-derivative" }, make("code", {}, `d ${this.elementText(target)} / d ${this.text(row, picked)}`), make("strong", { className: "eg-number" }, slope === null ? "no gradient" : show(slope, answer.data.narrowGradient)));
-    const valueLine = make("p", { className: "eg-notes" }, `value ${show(value, answer.data.narrow)}`);
-    const shares = make("div", { className: "eg-shares" }), verdict = make("div", { className: "eg-verdict" });
-    const slider = row.editable ? this.makeSlider(source, picked, value) : null, again = this.elementBox.dataset.element === JSON.stringify([source, picked]);
-    this.elementBox.dataset.element = JSON.stringify([source, picked]);
-    const targeting = this.button("Make this the target", "t", () => this.follow());
-    if (again && slider && this.slider) { this.slider.number.value = show(value, answer.data.narrow); slider.element = this.slider.element; } else if (slider) this.slider = slider; else this.slider = null;
+    const { value, slope } = exact, key = JSON.stringify([source, picked]);
+    const number = make("p", "eg-derivative",
+      make("code", {}, `d ${this.elementText(target)} / d ${this.text(row, picked)}`),
+      make("strong", "eg-number", slope === null ? "no gradient" : show(slope, answer.data.narrowGradient)));
+    const shares = make("div", "eg-shares"), verdict = make("div", "eg-verdict");
+    // The slider that is in use stays, with the focus and the range that it has.
+    if (!row.editable) this.slider = null;
+    else if (this.slider && this.elementBox.dataset.element === key) this.slider.number.value = show(value, answer.data.narrow);
+    else this.slider = this.makeSlider(source, picked, value);
+    this.elementBox.dataset.element = key;
     const focused = this.elementBox.contains(this.focused) ? this.focused : null;
-    this.swap(this.elementBox, number, valueLine, ...(slider ? [this.slider.element] : []), make("div", { className: "eg-actions" }, targeting), shares, verdict);
+    this.swap(this.elementBox, number, make("p", "eg-notes", `value ${show(value, answer.data.narrow)}`),
+      ...(this.slider ? [this.slider.element] : []),
+      make("div", "eg-actions", this.button("Make this the target", "t", () => this.follow())), verdict, shares);
     if (focused && this.elementBox.contains(focused)) focused.focus({ preventScroll: true });  // it was taken out and put back
     if (this.slider && this.slider.dragging) return;
-    if (slope === null || slope === 0 || !Number.isFinite(slope)) { this.explain(); if (slope === null) return; }
-    const found = await this.request("shares", { ask: "shares", tensor: source, index: picked, of: target, edits: this.edits() }, false);
+    if (!slope || !Number.isFinite(slope)) this.explain();
+    if (slope !== null) this.showShares(shares);
+  }
+
+  async showShares(place) {
+    const found = await this.request("shares", this.asking("shares"));
     if (!found) return;
-    if (found.failed) { this.alertBox.hidden = true; shares.replaceChildren(make("p", { className: "eg-notes" }, `Shares: ${found.failed}`)); return; }
+    if (found.failed) {
+      this.alertBox.hidden = true;
+      place.replaceChildren(make("p", "eg-notes", `Shares: ${found.failed}`));
+      return;
+    }
     const hasLines = found.shares.some((share) => share.where);  // a model of ready-made layers has none
-    const heads = ["operation", ...(hasLines ? ["line"] : []), "share"], rows = [...found.shares, { operation: "total", value: found.total }];
-    shares.replaceChildren(make("h3", {}, "Shares by path"), make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
-      make("tbody", {}, ...rows.map((share) => make("tr", {}, make("th", { scope: "row" }, share.operation), hasLines ? make("td", {}, share.where || "") : null, make("td", { className: "eg-number" }, show(share.value, found.narrow)))))));
+    const rows = [...found.shares, { operation: "total", value: found.total }].map((share) => make("tr", {},
+      make("th", { scope: "row" }, share.operation), hasLines ? make("td", {}, share.where || "") : null,
+      make("td", "eg-number", show(share.value, found.narrow))));
+    const heads = ["operation", ...(hasLines ? ["line"] : []), "share"];
+    place.replaceChildren(make("h3", {}, "Shares by path"), makeTable(heads, rows));
   }
 
   makeSlider(tensor, index, value) {
-    const { scale } = this.answer.data, span = Math.max(scale.highest - scale.lowest, Math.abs(value), 1e-3) || 1;
-    const low = Math.min(scale.lowest, value) - 0.5 * span, high = Math.max(scale.highest, value) + 0.5 * span, key = JSON.stringify([tensor, index]);
+    const { scale, narrow } = this.answer.data, key = JSON.stringify([tensor, index]);
+    const span = Math.max(scale.highest - scale.lowest, Math.abs(value), 1e-3) || 1;
+    const low = Math.min(scale.lowest, value) - 0.5 * span, high = Math.max(scale.highest, value) + 0.5 * span;
     const slider = { dragging: false };
     const set = (number, last) => {
       if (!Number.isFinite(number)) return;
@@ -1085,13 +1332,21 @@ class App {
       clearTimeout(this.sliding);
       this.sliding = setTimeout(() => { this.refresh(last); }, last ? 0 : 30);
     };
-    slider.range = make("input", { type: "range", min: low, max: high, step: "any", value, "aria-label": `value of ${this.text(this.row(tensor), index)}`, oninput: () => set(Number(slider.range.value), false), onchange: () => set(Number(slider.range.value), true) });
+    slider.range = make("input", {
+      type: "range", min: low, max: high, step: "any", value, "aria-label": `value of ${this.text(this.row(tensor), index)}`,
+      oninput: () => set(Number(slider.range.value), false), onchange: () => set(Number(slider.range.value), true),
+    });
     slider.range.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
-      if (step) { event.preventDefault(); set(limit(Number((Number(slider.range.value) + (step * span) / 20).toPrecision(6)), low, high), true); }
+      if (!step) return;
+      event.preventDefault();
+      set(limit(Number((Number(slider.range.value) + (step * span) / 20).toPrecision(6)), low, high), true);
     });
-    slider.number = make("input", { type: "number", step: "any", value: show(value, this.answer.data.narrow), "aria-label": "value as a number", onchange: () => set(Number(slider.number.value), true) });
-    slider.element = make("div", { className: "eg-slider" }, make("span", {}, "set it to"), slider.range, slider.number);
+    slider.number = make("input", {
+      type: "number", step: "any", value: show(value, narrow), "aria-label": "value as a number",
+      onchange: () => set(Number(slider.number.value), true),
+    });
+    slider.element = make("div", "eg-slider", make("span", {}, "set it to"), slider.range, slider.number);
     return slider;
   }
 
@@ -1104,21 +1359,30 @@ class App {
 
   // While a slider moves, only the numbers follow; shares come when it rests.
   showDerivative() {
-    const cell = this.answer.cellOf(this.state.picked), strong = this.elementBox.querySelector(".eg-derivative strong");
-    if (strong && this.answer.gradient && this.answer.hasExactly(this.state.picked)) strong.textContent = show(this.answer.gradient[this.answer.at(cell)], this.answer.data.narrowGradient);
+    const { answer, state: { picked } } = this, strong = this.elementBox.querySelector(".eg-derivative strong");
+    if (!strong || !answer.gradient || !answer.hasExactly(picked)) return;
+    strong.textContent = show(answer.gradient[answer.at(answer.cellOf(picked))], answer.data.narrowGradient);
   }
 
   drawEdits() {
-    const count = this.edited.size;
-    this.editBox.replaceChildren(...(count ? [`${count} ${count === 1 ? "element is" : "elements are"} edited `, this.button("Reset", "", () => { this.edited.clear(); this.drawEdits(); this.slider = null; delete this.elementBox.dataset.element; this.refresh(true); })] : []));
+    const count = this.edited.size, said = `${count} ${count === 1 ? "element is" : "elements are"} edited `;
+    this.editBox.replaceChildren(...(count ? [said, this.button("Reset", "", () => this.resetEdits())] : []));
+  }
+
+  resetEdits() {
+    this.edited.clear();
+    this.drawEdits();
+    this.slider = null;
+    this.refresh(true);
   }
 
   // Make the chosen element the target, by the layer before it.
   async follow() {
     const { picked, source } = this.state;
     if (!picked) { this.walk(); return; }
-    const target = { tensor: source, index: picked }, isLayer = this.row(source).kind === "activation";
-    const step = isLayer ? await this.request("walk", { ask: "walk", of: target, edits: this.edits() }, true) : { tensor: source };
+    const target = { tensor: source, index: picked }, message = { ask: "walk", of: target, edits: this.edits() };
+    const isLayer = this.row(source).kind === "activation";
+    const step = isLayer ? await this.request("walk", message, true) : { tensor: source };
     if (!step) return;
     this.take(source, { index: picked });
     this.setTarget(target, step.failed ? this.start.source : step.tensor);
@@ -1132,32 +1396,32 @@ class App {
     this.take(step.tensor, { index: step.index });
     this.setTarget({ tensor: step.tensor, index: step.index }, step.source, true, step.passed);
     this.tree.reveal(step.tensor);
-    this.say(`The strongest driver is ${this.elementText({ tensor: step.tensor, index: step.index })}`);
+    const end = this.row(step.tensor).kind === "activation" ? "" : ", where the walk ends";
+    this.say(`The strongest driver is ${this.elementText(step)}${end}`);
   }
 
   async explain() {
-    const { target, source, picked } = this.state;
+    const { target, picked } = this.state;
     if (!target) return;
-    const found = await this.request("explain", { ask: "explain", tensor: source, of: target, index: picked || undefined, edits: this.edits() });
+    const found = await this.request("explain", this.asking("explain"));
     if (!found || found.failed) return;
-    const good = found.verdict === "flows" && !found.cause;
-    const lines = [found.where ? `where: ${found.where}` : null, ...found.evidence.map((fact) => `seen: ${fact}`), found.fix ? `fix: ${found.fix}` : null].filter(Boolean);
-    const box = make("div", { className: `eg-callout ${good ? "eg-good" : found.verdict === "zero" ? "eg-odd" : "eg-bad"}` }, make("p", { className: "eg-sentence" }, found.sentence), ...lines.map((line) => make("p", {}, line)));
+    const kind = found.verdict === "flows" && !found.cause ? "eg-good" : found.verdict === "zero" ? "eg-odd" : "eg-bad";
+    const lines = [["where", found.where], ...found.evidence.map((fact) => ["seen", fact]), ["fix", found.fix]];
+    const box = make("div", `eg-callout ${kind}`, make("p", "eg-sentence", found.sentence),
+      ...lines.filter(([, text]) => text).map(([word, text]) => make("p", {}, `${word}: ${text}`)));
     const place = picked ? this.elementBox.querySelector(".eg-verdict") : null;
     if (place) place.replaceChildren(box);
-    else { this.elementBox.hidden = false; this.swap(this.elementBox, make("div", { className: "eg-verdict" }, box)); }
+    else { this.elementBox.hidden = false; this.swap(this.elementBox, make("div", "eg-verdict", box)); }
   }
 
   async updateCode() {
-    const { target, source, picked } = this.state;
-    const answer = await this.request("code", { ask: "code", tensor: source, of: target, index: picked || undefined, edits: this.edits() }, true);
+    const answer = await this.request("code", this.asking("code"), true);
     if (answer && !answer.failed) this.code.textContent = answer.code;
   }
 
   async copy(hand = false) {
-    const { target, source, picked } = this.state;
-    if (!hand && !target) return;
-    const message = hand ? { ask: "code", tensor: this.state.hand, edits: this.edits() } : { ask: "code", tensor: source, of: target, index: picked || undefined, edits: this.edits() };
+    if (!hand && !this.state.target) return;
+    const message = hand ? { ask: "code", tensor: this.state.hand, edits: this.edits() } : this.asking("code");
     const answer = await this.request("copy", message);
     if (!answer || answer.failed) return;
     try {
@@ -1173,9 +1437,8 @@ class App {
   }
 
   async report() {
-    const { target, source, picked } = this.state;
-    if (!target) return;
-    const answer = await this.request("report", { ask: "report", tensor: source, of: target, index: picked || undefined, edits: this.edits() });
+    if (!this.state.target) return;
+    const answer = await this.request("report", this.asking("report"));
     if (!answer || answer.failed) return;
     const link = make("a", { href: URL.createObjectURL(new Blob([answer.html], { type: "text/html" })), download: answer.file });
     this.root.append(link);
@@ -1187,26 +1450,27 @@ class App {
 
   async find(text) {
     if (!text) return;
-    const exact = this.start.names.findIndex((row) => row.name === text);
-    const place = exact >= 0 ? { tensor: exact, index: null } : await this.request("place", { ask: "find", text }, !text.includes("["));
+    const exact = this.start.names.findIndex((row) => row.name === text), isName = !text.includes("[");
+    const place = exact >= 0 ? { tensor: exact, index: null } : await this.request("place", { ask: "find", text }, isName);
     if (!place) return;
-    if (place.failed) { const first = this.tree.visible.find((node) => node.tensor !== null); if (first && !text.includes("[")) this.take(first.tensor); return; }
+    if (place.failed) {
+      const first = this.tree.visible.find((node) => node.tensor !== undefined);
+      if (first && isName) this.take(first.tensor);
+      return;
+    }
     this.alertBox.hidden = true;
     this.tree.search.value = this.tree.query = "";
     this.take(place.tensor, { index: place.index || undefined });
     this.tree.reveal(place.tensor);
     this.hand.canvas.focus({ preventScroll: true });
-    if (place.index) {
-      const axis = this.row(place.tensor).layout.example;
-      if (axis !== null) this.state.example = place.index[axis];
-      if (this.exampleSelect) this.exampleSelect.value = String(this.state.example);
-      this.setTarget({ tensor: place.tensor, index: place.index });
-    }
+    if (place.index) this.setTarget({ tensor: place.tensor, index: place.index });
   }
 
   help() {
     this.dialog?.remove();
-    this.dialog = make("dialog", { className: "eg-dialog", "aria-label": "Keys" }, make("h2", {}, "Keys"), make("dl", {}, ...KEYS.flatMap(([key, text]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, text)])), this.button("Close", "Escape", () => this.dialog.close()));
+    const keys = KEYS.flatMap(([key, text]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, text)]);
+    this.dialog = make("dialog", { className: "eg-dialog", "aria-label": "Keys" }, make("h2", {}, "Keys"),
+      make("dl", {}, ...keys), this.button("Close", "Escape", () => this.dialog.close()));
     this.root.append(this.dialog);
     this.dialog.showModal();
   }
@@ -1217,26 +1481,44 @@ class App {
     if (event.key === "Escape" && !this.dialog?.open) this.cancel();
     if (typing || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || this.dialog?.open) return;
     const actions = {
-      "/": () => this.tree.search.focus(), s: () => this.setSource(this.state.hand), t: () => this.follow(), w: () => this.walk(), "[": () => this.travel(-1), "]": () => this.travel(1),
-      ",": () => this.setExample(this.state.example - 1), ".": () => this.setExample(this.state.example + 1), e: () => this.explain(), c: () => this.copy(), r: () => this.report(), "?": () => this.help(),
+      "/": () => this.tree.search.focus(), "?": () => this.help(),
+      s: () => this.setSource(this.state.hand), t: () => this.follow(), w: () => this.walk(), f: () => this.answer.zoomToField(),
+      "[": () => this.travel(-1), "]": () => this.travel(1),
+      ",": () => this.setExample(this.state.example - 1), ".": () => this.setExample(this.state.example + 1),
+      e: () => this.explain(), c: () => this.copy(), r: () => this.report(),
     };
     if (event.key in actions) { event.preventDefault(); actions[event.key](); }
   }
 
-  remembered() { try { const theme = localStorage.getItem("elementgrad-theme"); return ["light", "dark"].includes(theme) ? theme : "auto"; } catch { return "auto"; } }
+  remembered() {
+    try {
+      const theme = localStorage.getItem("elementgrad-theme");
+      return ["light", "dark"].includes(theme) ? theme : "auto";
+    } catch { return "auto"; }
+  }
+
+  // A notebook has a theme of its own.
+  get hostIsDark() {
+    const jupyter = document.body.dataset.jpThemeLight, vscode = document.body.className.match(/vscode-(dark|light)/);
+    if (jupyter !== undefined) return jupyter === "false";
+    return vscode ? vscode[1] === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  }
 
   chooseTheme(theme) {
     this.theme = theme;
-    const host = document.body.dataset.jpThemeLight, code = document.body.className;
-    const hosted = host !== undefined ? host === "false" : code.includes("vscode-dark") ? true : code.includes("vscode-light") ? false : matchMedia("(prefers-color-scheme: dark)").matches;
-    const dark = theme === "dark" || (theme === "auto" && hosted);
+    const dark = theme === "dark" || (theme === "auto" && this.hostIsDark);
     this.root.dataset.theme = dark ? "dark" : "light";
     if (this.alone) document.body.dataset.theme = this.root.dataset.theme;
     this.themeButton.textContent = `Theme: ${theme}`;
     this.colours = makeColours(this.start.colours[dark ? "dark" : "light"]);
+    this.greys = dark ? [16, 120] : [165, 255];
     this.nonfinite = Object.fromEntries(Object.entries(this.start.nonfinite).map(([kind, colour]) => [kind, hex(colour)]));
     try { localStorage.setItem("elementgrad-theme", theme); } catch { /* a notebook may have no storage */ }
-    for (const picture of [this.hand, this.answer]) if (picture.data) { picture.resize(); picture.makeScale(); picture.makeChips(); }
+    for (const picture of [this.hand, this.answer].filter(({ data }) => data)) {
+      picture.resize();
+      picture.makeScale();
+      picture.makeChips();
+    }
     this.tree.repaint();
   }
 }
@@ -1249,7 +1531,8 @@ const mount = (element, start, ask) => {
 
 // The server: an answer is the last of some lines of JSON, and those before it tell of progress.
 const askServer = async (message, signal, onprogress) => {
-  const response = await fetch(location.href, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(message), signal, credentials: "omit" });
+  const headers = { "Content-Type": "application/json" }, body = JSON.stringify(message);
+  const response = await fetch(location.href, { method: "POST", headers, body, signal, credentials: "omit" });
   if (!response.ok) return { error: (await response.text()).trim() };
   const reader = response.body.getReader(), decoder = new TextDecoder();
   let text = "";

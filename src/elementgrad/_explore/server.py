@@ -71,12 +71,15 @@ class Explorer:
             log_config=None,
             access_log=False,
             server_header=False,
-            ws="none",
+            http="h11",  # not whichever is installed beside it
+            ws=WebSocketRefusal,
             lifespan="off",
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name="elementgrad-explore-server", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="elementgrad-explore-server", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -112,8 +115,22 @@ class Explorer:
     def __repr__(self) -> str:
         return "Explorer(closed)" if self._closed.is_set() else f"Explorer({self.url!r})"
 
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._socket])
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=[self._socket])
+        for connection in self._server.server_state.connections:
+            connection.transport.abort()  # type: ignore[union-attr]  # its page does not take what was sent
+
+
+class WebSocketRefusal(asyncio.Protocol):
+    """Refuses a connection that is to become a WebSocket, of which the page has none."""
+
+    def __init__(self, **_: Any):
+        """Take what uvicorn gives the protocol that it hands a connection to."""
+
+    def connection_made(self, transport: Any) -> None:
+        LOG.warning("refused with 403: a WebSocket")
+        transport.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        transport.close()
 
 
 def make_app(session: Session, worker: Worker, token: str, port: int) -> Any:
@@ -163,7 +180,10 @@ def make_app(session: Session, worker: Worker, token: str, port: int) -> Any:
         """Serve every request alike: a router would answer unknown paths and methods itself, unchecked and unlogged."""
         request = Request(scope, receive)
         response = await serve(request)
-        await response(scope, receive, send)
+        try:
+            await response(scope, receive, send)
+        except asyncio.CancelledError:  # closing has waited long enough
+            LOG.warning("broke off an answer that its page does not take")
 
     return app
 

@@ -77,17 +77,13 @@ class Session:
             self.tensors = Tensors(model, args, kwargs or {})
         self.names, self.backend = self.tensors.names, self.tensors.backend
         self._walker = Walker(self.tensors)
-        inputs = [row for row in self.names if row.kind == "input"]
         self.tokens, count = _check_tokens(tokens)
-        self.examples = self._count_examples(inputs, count)
-        data = [self.names[tensor] for tensor in self.tensors.positions]
+        data = [self.names[tensor] for tensor in self.tensors.data]
+        self.examples = self._count_examples(data, count)
         last = any(len(row.shape) > 2 and has_channels_last(row.shape, None, self.backend.name) for row in data)
+        kinds = ["parameter" if row.kind == "input" and row not in data else row.kind for row in self.names]
         self.layouts = [
-            # What is inside of an argument is a parameter, as functions of JAX take them.
-            Layout.of(
-                row.shape, "parameter" if row in inputs and row not in data else row.kind, self.examples, count, last
-            )
-            for row in self.names
+            Layout.of(row.shape, kind, self.examples, count, last) for row, kind in zip(self.names, kinds, strict=True)
         ]
         self.labels, self.example_labels = self._place_labels(labels)
 
@@ -124,7 +120,7 @@ class Session:
                 "floating": row.dtype.startswith(FLOATING[:2]),
                 "editable": self.tensors.position_of(tensor) is not None and row.dtype.startswith(FLOATING[:2]),
                 "layout": layout.to_dict(row.shape),
-                "labels": tensor in self.labels,
+                "labels": self._has_classes(row, layout),
             }
             for tensor, (row, layout) in enumerate(zip(self.names, self.layouts, strict=True))
         ]
@@ -137,7 +133,7 @@ class Session:
             "output": list(self.names).index(self.tensors.output),
             "examples": self.examples or 0,
             "exampleLabels": self.example_labels,
-            "labels": next(iter(self.labels.values()), []),
+            "labels": self.labels,
             "tokens": self.tokens,
             "colours": {name: list(theme.gradient) for name, theme in THEMES.items()},
             "nonfinite": THEMES["light"].nonfinite,
@@ -225,15 +221,15 @@ class Session:
             places = {"of": self.tensors.place(of), "wrt": self.tensors.place(tensor)}
             place = self.tensors.call(eg.field, message.edits, **places)
             ends = [span.indices(size)[:2] for span, size in zip(_slices(place), shape, strict=True)]
-            return {"field": ends if all(stop > start for start, stop in ends) else None, "exact": True}
+            return {"field": ends if ends and all(stop > start for start, stop in ends) else None, "exact": True}
         except (ElementgradError, NotImplementedError):
             pass
         try:
-            where = np.nonzero(self.tensors.gradient(of, tensor, message.edits))
+            where = np.argwhere(self.tensors.gradient(of, tensor, message.edits))
         except (UnconnectedError, DtypeError):
-            return {"field": None, "exact": False}
-        found = bool(where) and len(where[0]) > 0
-        return {"field": [[int(axis.min()), int(axis.max()) + 1] for axis in where] if found else None, "exact": False}
+            where = np.empty((0, len(shape)))
+        box = [[int(axis.min()), int(axis.max()) + 1] for axis in where.T] if where.size else None
+        return {"field": box, "exact": False}
 
     def drivers(self, message: Message) -> dict[str, Any]:
         """Return the elements of the source with the largest gradients in size."""
@@ -336,20 +332,20 @@ class Session:
         paired = [row for row in inputs if len(row.shape) > 1 and row.shape[:1] == first]
         return first[0] if paired and first[0] else None
 
-    def _place_labels(self, labels: Sequence[Any] | None) -> tuple[dict[int, list[str]], list[str]]:
-        """Return texts for elements by tensor, and for examples."""
+    def _has_classes(self, row: Name, layout: Layout) -> bool:
+        """Return True if the columns of a tensor's picture are the classes of the output."""
+        is_computed = row.kind in ("output", "activation") and layout.kind in ("bars", "matrix", "tokens")
+        return bool(self.labels) and is_computed and row.shape[-1] == len(self.labels)
+
+    def _place_labels(self, labels: Sequence[Any] | None) -> tuple[list[str], list[str]]:
+        """Return texts for the classes of the output, and for examples."""
         if labels is None:
-            return {}, []
+            return [], []
         texts = _texts(labels, "labels")
         if self.tensors.output.shape and self.tensors.output.shape[-1] == len(texts):
-            fitting = [
-                tensor
-                for tensor, (row, layout) in enumerate(zip(self.names, self.layouts, strict=True))
-                if row.kind in ("output", "activation") and layout.kind == "bars" and row.shape[-1] == len(texts)
-            ]
-            return dict.fromkeys(fitting, texts), []
+            return texts, []
         if self.examples == len(texts):
-            return {}, texts
+            return [], texts
         raise OptionError(
             f"labels= has {len(texts)} texts, and the output has shape {tuple(self.tensors.output.shape)}; give one "
             "for each class, or one for each example"

@@ -128,15 +128,22 @@ class Tensors:
         }
 
     @cached_property
+    def data(self) -> list[int]:
+        """The inputs that are no parameters. Functions of JAX take these inside of an argument."""
+        every = [tensor for tensor, row in enumerate(self.names) if row.kind == "input"]
+        has_own = any(row.kind == "parameter" for row in self.names)
+        return every if has_own or not self.positions else [tensor for tensor in every if tensor in self.positions]
+
+    @cached_property
     def default_source(self) -> int:
         """The floating input that goes with the output, or else the first activation that has gradients."""
-        inputs = [tensor for tensor, row in enumerate(self.names) if row.kind == "input" and has_slopes(row)]
-        direct = [tensor for tensor in inputs if self.position_of(tensor) is not None]
-        matching = [tensor for tensor in inputs if self.names[tensor].shape[:1] == self.output.shape[:1]]
-        computed = [tensor for tensor, row in enumerate(self.names) if row.kind == "activation" and has_slopes(row)]
-        both = [tensor for tensor in direct if tensor in matching]
-        has_data = not inputs or bool(direct)
-        return [*both, *direct, *(matching if has_data else []), *computed, *inputs, 0][0]
+        floating = [tensor for tensor, row in enumerate(self.names) if has_slopes(row)]
+        data = [tensor for tensor in floating if tensor in self.data]
+        matching = [tensor for tensor in data if self.names[tensor].shape[:1] == self.output.shape[:1]]
+        computed, inputs = [
+            [tensor for tensor in floating if self.names[tensor].kind == kind] for kind in ("activation", "input")
+        ]
+        return [*matching, *data, *computed, *inputs, 0][0]
 
     def call(self, verb: Callable[..., Any], edits: Edits, **options: Any) -> Any:
         """Call a public verb on the model, with some input elements edited."""

@@ -251,16 +251,19 @@ def describe_scale(values: np.ndarray) -> dict[str, Any]:
 
 
 def thumbnail(values: np.ndarray, layout: Layout, index: Sequence[int]) -> dict[str, Any]:
-    """Return the small picture of a tensor: the number largest in size of all channels, in steps from -127 to 127.
+    """Return the small picture of a tensor in steps from -127 to 127; numbers that are not finite are -128.
 
-    Numbers that are not finite are -128.
+    Of an image it has every so many pixels, grey. Elsewhere each cell is the number largest in size of all channels.
     """
     window = ViewWindow.of(layout, values.shape, index)
     ends = (0, 1 if layout.tile is None else values.shape[layout.tile])
     stack = ViewWindow(window.index, ends, window.rows, window.columns).cut(values, layout).astype(np.float64)
     block = -(-stack.shape[1] // THUMBNAIL), -(-stack.shape[2] // THUMBNAIL)
-    pooled = pick(stack, block, find_largest(stack, block))
-    plane = np.take_along_axis(pooled, find_strongest(pooled)[None], axis=0)[0]
+    if layout.kind == "image":
+        plane = stack.mean(axis=0)[:: block[0], :: block[1]]
+    else:
+        pooled = pick(stack, block, find_largest(stack, block))
+        plane = np.take_along_axis(pooled, find_strongest(pooled)[None], axis=0)[0]
     limit = Scale.of(plane).limit
     with np.errstate(invalid="ignore"):
         steps = np.round(np.clip(plane / limit, -1, 1) * 127)

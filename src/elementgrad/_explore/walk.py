@@ -59,16 +59,17 @@ class Walker:
 
     def _candidates_before(self, tensor: int) -> list[int]:
         """Return the tensors that a walk may step back to, the nearest first."""
-        rows = list(enumerate(self._tensors.names))
         row = self._tensors.row(tensor)
         if row.kind not in ("output", "activation"):
             raise PlaceError(f"{row.name} is of kind {row.kind}, and nothing comes before it")
-        layers = [other for other, each in rows if each.kind == "activation" and has_slopes(each)]
+        floating = [(other, each.kind) for other, each in enumerate(self._tensors.names) if has_slopes(each)]
+        layers, inputs, parameters = [
+            [other for other, kind in floating if kind == wanted] for wanted in ("activation", "input", "parameter")
+        ]
         before = [other for other in layers if row.kind == "output" or other < tensor]
-        inputs = [other for other, each in rows if each.kind == "input" and has_slopes(each)]
-        default = [other for other in inputs if other == self._tensors.default_source]
-        parameters = [other for other, each in rows if each.kind == "parameter" and has_slopes(each)]
-        return [*before[::-1], *(default or inputs or parameters)]
+        data = [other for other in inputs if other in self._tensors.data]
+        data.sort(key=lambda other: other != self._tensors.default_source)
+        return [*before[::-1], *(data or inputs or parameters)]
 
     def source_before(self, of: Element, edits: Edits) -> int:
         """Return the tensor by which an element is to be shown: the layer before it, if there is one."""

@@ -6,7 +6,8 @@ becomes a `TensorRef`: an input, a tensor of the model, or a value that exists o
 output, the result of a layer, or what the user named by `eg.tag`.
 
 `BoundCall.run` calls the function with some of these tensors replaced and returns others. Values of the run are
-intercepted by a `Capture` (`capture.py`, where `eg.tag` is): wherever a named value is computed, it is handed to the
-capture of the thread, which may replace it and may keep it. `PartialCall` is such a run as a function from tensors to
-tensors, which a backend can linearize; an `Operand` is one side of the Jacobian that is then read.
+intercepted by a `Capture` (`capture.py`): wherever a named value is computed, by a layer or by `eg.tag` (`tag.py`), it
+is handed to the capture of the thread, which may replace it, keep it, or stop the run there (`stopping.py`).
+`PartialCall` is such a run as a function from tensors to tensors, which a backend can linearize; an `Operand` is one
+side of the Jacobian that is then read.
 """

@@ -26,18 +26,8 @@ from elementgrad._names.arguments import (
     require_callable,
 )
 from elementgrad._names.backend import GIVEN, Model, Replacement, split_prefix
-from elementgrad._names.capture import (
-    Capture,
-    CaptureKey,
-    RunStopped,
-    SingleCalls,
-    StopRule,
-    Transform,
-    remember,
-    signature,
-    single_calls,
-    without_capture,
-)
+from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
+from elementgrad._names.stopping import RunStopped, SingleCalls, StopRule, remember, signature, single_calls
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.index import normalize
 from elementgrad._place.place import Place, is_pattern
@@ -395,7 +385,7 @@ class BoundCall:
 
     @cached_property
     def signature(self) -> Hashable:
-        """What the calls of layers may depend on: the method, and the shapes, dtypes and plain values of arguments."""
+        """The method, and shapes, dtypes and plain values of arguments, on which calls of layers may depend."""
         return getattr(self.function, "__name__", ""), signature(pytree.named_leaves(self._bound.arguments, ""))
 
     def _stop_rule(self, keys: Sequence[CaptureKey]) -> StopRule | None:

@@ -1,23 +1,14 @@
 """Captures of named values on their way through a function: tags, the results of layers, the output.
 
-A thread has a stack of open captures. `eg.tag`, and the hooks that backends put on layers, hand every named value to
-the innermost one, and the function goes on with what it returns.
-
-A run is stopped at the last value that was asked for, so that nothing behind it is computed. `name#k` is one value, and
-once it is there nothing that follows can change the answer. A bare name is an error where its layer is called twice,
-which only a run to the end can show. So the names that a complete run has computed once are remembered for the model
-(`SingleCalls`), and a later run of the same model, by arguments of the same shapes, stops there. The run is left by an
-exception that `except Exception` does not catch. Where the user's code catches it all the same, the values that were
-captured before are right, and later runs of this model are not stopped.
+A thread has a stack of open captures. `eg.tag` (`tag.py`), and the hooks that backends put on layers, hand every named
+value to the innermost one, and the function goes on with what it returns. At the last value that was asked for, the
+capture stops the run where that is possible (`stopping.py`).
 """
 
-import itertools
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,15 +17,14 @@ from elementgrad._backends.base import Backend
 from elementgrad._cleanup import defer, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.arguments import positional_parameters
-from elementgrad._names.backend import GIVEN, NamesBackend
+from elementgrad._names.backend import GIVEN
+from elementgrad._names.stopping import RunStopped, StopRule
 from elementgrad.errors import PlaceError
 
 Tensor = Any
 Value = Any
 """A tensor, or a tuple, list or dict of them."""
 Transform = Callable[[Tensor], Tensor]
-MARKS = "#:[]()\n"
-"""Characters that no tag may have: calls are counted behind a "#", parts named behind a ":", elements in brackets."""
 
 
 class _CaptureState(threading.local):
@@ -42,147 +32,10 @@ class _CaptureState(threading.local):
 
 
 _local = _CaptureState()
-# The types of tensors whose tags do nothing without a capture, and so cost nothing. Neither this
-# nor `MARKS` is a set: the compiler of PyTorch looks into no set in version 2.8.
-_never_staged: tuple[type, ...] = ()
 _no_capture = nullcontext()
-_open_entries: list[object] = []  # captures open in any thread; a compiler of Python code checks for nothing if any are
-
-
-def tag(value: Value, name: str) -> Value:
-    """Give a value inside a function a name, by which `of` and `wrt` can ask for it.
-
-    The second tensor that gets a name is `name#1`, and the first is `name#0` then. Parts of a tuple, list or dict are
-    `name:0` or `name:key`. A tag costs nothing while no read asks for it, and stays in compiled code.
-
-    Args:
-        value: a tensor, or a tuple, list or dict of tensors.
-        name: the name, a str without brackets, parentheses, `#` and `:`.
-
-    Returns:
-        The value, to be used from there on: for a read of that name, the tensors before and after the tag are two
-        different ones.
-
-    >>> import torch, elementgrad as eg
-    >>> def f(x):
-    ...     hidden = eg.tag(x ** 2, "hidden")
-    ...     return hidden.sum() * 3
-    >>> eg.grad(f, torch.tensor([1.0, 2.0]), wrt="hidden")
-    tensor([3., 3.])
-    >>> eg.grad(f, torch.tensor([1.0, 2.0]), of="hidden[1]")
-    tensor([0., 4.])
-    """
-    global _never_staged
-    if not isinstance(name, str) or not name or (not name.isidentifier() and any(mark in name for mark in MARKS)):
-        raise PlaceError(f"{name!r} is not a name for a tag; give a str without brackets, parentheses, '#' and ':'")
-    if not _open_entries and type(value) in _never_staged:
-        return value
-    if _open_entries:
-        capture, here = _innermost()
-        if capture is not None and here(name):
-            return capture.capture("activation", name, value)
-    backend = registry.backend_of(value)
-    if backend is None:
-        return _stage_parts(value, name)
-    if type(backend.names).name_in_graph is NamesBackend.name_in_graph and backend.caches_type(type(value)):
-        _never_staged = (*_never_staged, type(value))
-    return backend.names.name_in_graph(value, name)
-
-
-def _stage_parts(value: Value, name: str) -> Value:
-    """Name the tensors of a value in the traced program; `Capture.capture_staged` reads these names."""
-    leaves = [(key[1:], registry.backend_of(leaf)) for key, leaf in pytree.named_leaves(value, "")]
-    count = len([backend for _, backend in leaves if backend is not None])
-    if not count:
-        registry.require_backend(value)  # raises, and says what fits
-    parts, numbers = iter(leaves), itertools.count()
-
-    def stage(leaf: Any) -> Any:
-        key, backend = next(parts)
-        if backend is None:
-            return leaf
-        return backend.names.name_in_graph(leaf, f"{name}:{next(numbers)}/{count}:{key}")
-
-    return pytree.map_tree(value, stage)
-
-
-# Where runs stop
-
-MAX_SIGNATURES = 16
-"""Shapes of arguments for which the names of one model are remembered."""
-
-
-class RunStopped(BaseException):
-    """Raised to leave a run once all requested values are captured."""
-
-
-@dataclass(frozen=True)
-class StopRule:
-    """The names at which a run may stop."""
-
-    single: Collection[str]
-    """The names of one value: they say which call, or an earlier complete run has computed them once."""
-    allowed: Callable[[], bool]
-    """Returns True if the code that is running now can be left here."""
-
-
-@dataclass
-class SingleCalls:
-    """The names that complete runs of one model have computed once."""
-
-    structure: Hashable
-    names: dict[Hashable, set[str]] = field(default_factory=dict)
-    """By the method that ran and the signature of its arguments."""
-    stops: bool = True
-    """False once the model has caught the exception that leaves a run."""
-
-
-_models: dict[int, tuple[weakref.ref[Any], SingleCalls]] = {}
-"""By the id of the model, as models need not be hashable."""
-
-
-def single_calls(model: Any, structure: Hashable) -> SingleCalls:
-    """Return what is remembered of a model; nothing if its structure is not what it was."""
-    known = _models.get(id(model))
-    if known is not None and known[0]() is model:
-        if known[1].structure == structure:
-            return known[1]
-        stops = known[1].stops
-    else:
-        stops = True
-    key = id(model)
-    memory = SingleCalls(structure, stops=stops)
-    _models[key] = weakref.ref(model, lambda _: _models.pop(key, None)), memory
-    return memory
-
-
-def remember(memory: SingleCalls, call: Hashable, names: Iterable[str]) -> None:
-    """Note names that a complete run has computed once."""
-    if call not in memory.names and len(memory.names) >= MAX_SIGNATURES:
-        memory.names.pop(next(iter(memory.names)), None)
-    memory.names.setdefault(call, set()).update(names)
-
-
-def signature(leaves: Iterable[tuple[str, Any]]) -> Hashable:
-    """Return what the calls of layers may depend on in some arguments: shapes, dtypes and plain values."""
-    parts: list[Hashable] = []
-    for name, leaf in leaves:
-        shape = getattr(leaf, "shape", None)
-        if type(leaf) in pytree.SIMPLE:
-            parts.append((name, type(leaf), leaf))
-        elif shape is not None and (registry.backend_of(leaf) is not None or type(leaf).__module__ == "numpy"):
-            parts.append((name, tuple(shape), str(leaf.dtype)))
-        else:
-            parts.append((name, id(leaf)))
-    return tuple(parts)
-
-
-def plain_attributes(values: Any) -> Hashable:
-    """Return the numbers, flags and texts among the attributes of a module, on which its code may branch."""
-    return tuple([(name, value) for name, value in values.items() if type(value) in pytree.SIMPLE])
-
-
-# Captures
+open_entries: list[object] = []
+"""An entry for each capture that is open in any thread; a compiler of Python code checks for nothing if there are any.
+"""
 
 
 class CapturedValue(NamedTuple):
@@ -287,7 +140,7 @@ class Capture:
     @property
     def active(self) -> bool:
         """True if what this thread computes now is part of the run, and not of a read inside of it."""
-        return _innermost()[0] is self
+        return innermost()[0] is self
 
     def wants(self, base: str) -> bool:
         """Return True if the values of a name are captured."""
@@ -414,7 +267,7 @@ class Capture:
 
 def without_capture() -> AbstractContextManager[None]:
     """Run what is inside without a capture: tags in it are its own, and not those of a run around it."""
-    return _CaptureScope(None, lambda name: False) if _open_entries else _no_capture
+    return _CaptureScope(None, lambda name: False) if open_entries else _no_capture
 
 
 class _CaptureScope(scope):
@@ -431,13 +284,14 @@ class _CaptureScope(scope):
         entry = object()
         defer(_forget_entry, entry)
         push(_local, "captures", (self._capture, self._here))
-        _open_entries.append(entry)
+        open_entries.append(entry)
 
 
 def _forget_entry(entry: object) -> None:
-    if entry in _open_entries:
-        _open_entries.remove(entry)
+    if entry in open_entries:
+        open_entries.remove(entry)
 
 
-def _innermost() -> tuple[Capture | None, Callable[[str], bool]]:
+def innermost() -> tuple[Capture | None, Callable[[str], bool]]:
+    """Return the innermost capture of this thread, and a function that says which names it takes here."""
     return _local.captures[-1] if _local.captures else (None, bool)

@@ -129,7 +129,7 @@ def names(
         rows = [_row(backend, *named) for named in named_model.named_tensors()]
     rows = [row for row in rows if kind in (None, row.kind)]
     aliases = {} if match is None else named_model.aliases()
-    matches = None if match is None else _match(match, [row.name for row in rows], aliases, spellings)
+    matches = None if match is None else match_names(_normalize(match), [row.name for row in rows], aliases, spellings)
     return Names([row for row in rows if matches is None or row.name in matches])
 
 
@@ -180,17 +180,11 @@ def _normalize(pattern: str) -> str:
     return _GIVEN_CALL.sub(rf"\1{GIVEN}", pattern)
 
 
-def _match(
-    pattern: str, names: Sequence[str], aliases: Mapping[str, str], spellings: Mapping[str, str]
-) -> dict[str, str]:
-    return match_names(_normalize(pattern), names, aliases, spellings)
-
-
 def _match_rows(
     place: Place, rows: Iterable[Name], spellings: Mapping[str, str], aliases: Mapping[str, str]
 ) -> dict[str, Place]:
     fitting = [row for row in rows if place.kind in (None, row.kind) and row.dtype.startswith(FLOATING)]
-    matches = _match(str(place.name), [row.name for row in fitting], aliases, spellings)
+    matches = match_names(_normalize(str(place.name)), [row.name for row in fitting], aliases, spellings)
     kinds: dict[str, list[str]] = {}
     for row in fitting:
         kinds.setdefault(row.name, []).append(row.kind)

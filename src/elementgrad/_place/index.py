@@ -95,6 +95,10 @@ class IndexArray:
         return str(self.values.tolist()).replace("True", "true").replace("False", "false")
 
 
+def out_of_range_error(index: int, axis: int, size: int) -> SelectionError:
+    return SelectionError(f"index {quoted(index)} is out of range for axis {axis} of size {size}")
+
+
 Item = int | Span | EllipsisType | IndexArray
 Index = tuple[Item, ...]
 

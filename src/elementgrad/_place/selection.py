@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad._place.index import Index, IndexArray, Span, normalize, to_text
+from elementgrad._place.index import Index, IndexArray, Span, normalize, out_of_range_error, to_text
 from elementgrad.errors import SelectionError, TracedError, quoted
 
 Shape = tuple[Any, ...]
@@ -371,7 +371,7 @@ class _IndexWalk:
             else:
                 axis, size = len(self.parts), self.of[len(self.parts)]
                 if size is not None and not -size <= item < size:
-                    raise SelectionError(f"index {quoted(item)} is out of range for axis {axis} of size {size}")
+                    raise out_of_range_error(item, axis, size)
                 self.join([item if size is None or item >= 0 else item + size], None)
         return self.finish()
 
@@ -436,8 +436,7 @@ class _IndexWalk:
             return part
         low, high = int(part.min()), int(part.max())
         if low < -size or high >= size:
-            culprit = high if high >= size else low
-            raise SelectionError(f"index {culprit} is out of range for axis {axis} of size {size}")
+            raise out_of_range_error(high if high >= size else low, axis, size)
         return np.where(part < 0, part + size, part)
 
     def is_plain(self) -> bool:

@@ -212,10 +212,9 @@ def grad(
         evaluation = _evaluate(f, args, kwargs, of, wrt, options, cone=cone, copy_values=False)
         return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
-    try:
+    with suppress(NoConeError):
         return read(cone)
-    except NoConeError:
-        return read(False)
+    return read(False)
 
 
 @not_compiled

@@ -242,7 +242,7 @@ def _cell_part(label: str, result: CellResult, tone: Tone, plot: str = "", pictu
 def format_value(value: Any) -> str:
     """Return a value as plain text: a tensor as its numbers, and a large matrix as shades.
 
-    >>> from elementgrad._tour.runner import format_value
+    >>> from elementgrad._tour.render import format_value
     >>> format_value([[1.0, 0.25], [0.0, 1e-9]]), format_value("as it is"), format_value(True)
     ('[[1, 0.25],\\n [0, 1e-09]]', 'as it is', 'True')
     """

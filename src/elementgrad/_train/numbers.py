@@ -61,6 +61,13 @@ def common_width(before: str, after: str) -> int:
     return max(LAYOUTS[before].bits, LAYOUTS[after].bits)
 
 
+def array_bits(array: Any) -> tuple[str, np.ndarray]:
+    """Return the name of an array's dtype, and its elements as rows of bytes."""
+    array = np.asarray(array)
+    # By its bytes, since an array without elements or axes cannot always be viewed.
+    return array.dtype.name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize)
+
+
 def cast_array(array: np.ndarray, dtype: Any) -> np.ndarray:
     """Cast a NumPy array to another dtype, NumPy's own or one that a framework has added."""
     dtype = np.dtype(dtype)
@@ -155,8 +162,7 @@ class BitArray:
             raise DtypeError(f"an array of {name} has no numbers to keep; there are: {', '.join(VIEWS)}")
         if array.dtype.byteorder != "|" and name != "bfloat16":
             array = array.astype(VIEWS[name], copy=False)
-        # By its bytes, since an array without elements or axes cannot always be viewed.
-        return cls(name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize))
+        return cls(*array_bits(array))
 
     def floats(self) -> np.ndarray:
         """Return the numbers as float64, or complex128 if they are complex.

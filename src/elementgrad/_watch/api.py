@@ -302,6 +302,8 @@ def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None, argume
     old = capture.report
     hit = Hit(old.tripped, old.step, old.micro_batch, run.record)
     report = old if old.cause in ("update", "rule") else replace(_explain(hit)[0], rank=old.rank)
+    if report.where is None and report.place == old.place:  # only the loop of the run has a line of the user's
+        report = replace(report, where=old.where)
     same = not differing if common else None
     omitted = tuple(capture.step.omitted)
     return WatchReplay(same, str(report), report.place, report.cause, report.where, run.results, differing, omitted)

@@ -51,6 +51,13 @@ class StepRecord:
     following: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+class OutputRef:
+    """Stands for an output of the model among the arguments of the loss."""
+
+    def __init__(self, position: int):
+        self.position = position
+
+
 @dataclass(frozen=True)
 class CapturedStep:
     """All that a forward and its backward run from. Tensors are the framework's own, and are written as they are."""
@@ -58,7 +65,7 @@ class CapturedStep:
     model: Mapping[str, Any]
     """Names, shapes and dtypes of what the model holds: another model is refused by it."""
     arguments: Any
-    """The arguments of the forward, as a pair of a tuple and a dict."""
+    """The arguments of the forward, as a tuple and a dict; and as a third item those of the loss, if they are known."""
     held: Mapping[str, Tensor]
     """Parameters and buffers as they were before the forward, by `parameter:` or `buffer:` and their name."""
     random: Mapping[str, Tensor] = field(default_factory=dict)

@@ -21,7 +21,7 @@ import numpy as np
 
 from elementgrad._files import replace_file
 from elementgrad._train.patch_file import LayoutError, StoredTensor, find_tensors, pack_safetensors, unique_names
-from elementgrad._watch.backend import CapturedStep, WatchBackend
+from elementgrad._watch.backend import CapturedStep, OutputRef, WatchBackend
 from elementgrad._watch.report import WatchReport
 from elementgrad.errors import OptionError
 
@@ -70,6 +70,8 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
             return {"value": value}
         if type(value) is float:
             return {"float": repr(value)}
+        if isinstance(value, OutputRef):
+            return {"output": value.position}
         if any(value is other for other in above):
             omitted.append(f"{name}, which contains itself")
             return {"omitted": name}
@@ -166,6 +168,8 @@ def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBac
         ((kind, value),) = tree.items()
         if kind == "tensor":
             return tensor(value)
+        if kind == "output":
+            return OutputRef(int(value))
         if kind in ("list", "tuple"):
             return (list if kind == "list" else tuple)([decode(item) for item in value])
         if kind == "namedtuple":

@@ -22,7 +22,7 @@ def parse_rules(when: Any) -> dict[str, tuple[Place, Rule]]:
             when,
             'is neither "nonfinite" nor a dict of rules, as {"emb.weight[7]": lambda g: abs(g).max() > 10}',
         )
-    rules = {}
+    rules: dict[str, tuple[Place, Callable[[Any], bool]]] = {}
     for text, rule in when.items():
         place = parse_place(text)
         if place is None or place.name is None:

@@ -12,7 +12,7 @@ from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._cleanup import safe_context
-from elementgrad._train.trainer import TopBackend, group_by_size
+from elementgrad._train.top_backend import TopBackend, group_by_size
 from elementgrad.errors import FrameworkError
 
 Array = jax.Array

@@ -236,7 +236,7 @@ class TensorflowExplain(ExplainBackend):
         if recorder.error is not None:
             return LiveReport.unfollowed("unconnected" if missing else "flows", recorder.error)
         if wrt is not None and not requests:
-            return LiveReport("unconnected", None, Hint("unused", "no tape computed its gradient"), wrt="the tensor")
+            return LiveReport("unconnected", None, Hint(None, "no tape was asked for its gradient"), wrt="the tensor")
         if missing:
             return _report_request(missing[0])
         return LiveReport("flows") if wrt is None else _report_request(requests[-1], positions)

@@ -26,7 +26,8 @@ from elementgrad._backends.tensorflow.autodiff import (
 from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
-from elementgrad._names.capture import Capture, plain_attributes
+from elementgrad._names.capture import Capture
+from elementgrad._names.stopping import plain_attributes
 from elementgrad.errors import PlaceError
 
 Layer = Any

@@ -18,7 +18,7 @@ from elementgrad._backends.tensorflow.graph_ops import see_operations
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._cleanup import enter, scope
-from elementgrad._train.trainer import TopBackend, group_by_size, require_same_losses
+from elementgrad._train.top_backend import TopBackend, group_by_size, require_same_losses
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any

@@ -37,7 +37,7 @@ from elementgrad._backends.torch.top import graph_leaves
 from elementgrad._backends.torch.trace_memory import is_same
 from elementgrad._cleanup import AttributePatch, Replace, assign, defer, scope
 from elementgrad._place.place import Place
-from elementgrad._train.trainer import TopBackend
+from elementgrad._train.top_backend import TopBackend
 from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = torch.Tensor

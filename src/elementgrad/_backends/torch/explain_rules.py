@@ -101,7 +101,7 @@ def written_tensors(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor
         writes = name.endswith("__set__") or name.startswith(("__i", "__set"))
     else:
         switched_on = [position for position, x in enumerate(args) if x is True]
-        inplace = kwargs.get("inplace") or (switched_on and _inplace_position(func) in switched_on)
+        inplace = bool(kwargs.get("inplace")) or (bool(switched_on) and _inplace_position(func) in switched_on)
         writes = name.endswith("_") or "out" in kwargs or inplace
     return tensors_in((args[:1], kwargs.get("out"), kwargs.get("input"))) if writes else []
 

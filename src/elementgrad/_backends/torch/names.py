@@ -18,7 +18,8 @@ from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
-from elementgrad._names.capture import Capture, plain_attributes
+from elementgrad._names.capture import Capture
+from elementgrad._names.stopping import plain_attributes
 
 Module = torch.nn.Module
 Tensor = torch.Tensor

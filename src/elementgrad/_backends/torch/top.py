@@ -14,7 +14,7 @@ from elementgrad._backends.torch.isolate import deferred_handles, enter_modes, i
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
 from elementgrad._names.backend import Replacement
-from elementgrad._train.trainer import TopBackend, group_by_size, require_same_losses
+from elementgrad._train.top_backend import TopBackend, group_by_size, require_same_losses
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = torch.Tensor

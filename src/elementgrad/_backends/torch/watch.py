@@ -187,9 +187,11 @@ class TorchWatcher(Watcher):
         if self._stopped:
             return
         task = _compat.graph_task_id()
-        others = [other.task for other in self._calls if other.task is not None]
-        if any(other != task for other in others):
-            self._look()  # of a backward before this one
+        if any(other.task not in (None, task) for other in self._calls):
+            self._look(keep=call)  # of a backward before this one
+        if call.task not in (None, task):
+            call.fresh = False
+            call.cotangents.clear()
         call.task = task
         call.cotangents[position] = g.detach()
         self._unseen = True
@@ -204,11 +206,11 @@ class TorchWatcher(Watcher):
 
     def _see_loss(self, module: Any, args: Any, kwargs: Any) -> None:
         if not self._inside and self._last is not None:
-            self._last.loss_arguments = args, kwargs
+            self._last.see_loss(args, kwargs)
 
     def call_loss(self, *args: Any, **kwargs: Any) -> Any:
         if self._last is not None:
-            self._last.loss_arguments = args, kwargs
+            self._last.see_loss(args, kwargs)
         assert self._options.loss is not None
         return self._options.loss(*args, **kwargs)
 
@@ -239,9 +241,9 @@ class TorchWatcher(Watcher):
             self.see_unscaled(optimizer)  # a fused optimizer unscales by itself
             self._next_step(optimizer)
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._stopped or _skips_step(optimizer):
-            return
+            return None
         self.count += 1
         self._scaled.discard(optimizer)
         self._unscaled.discard(optimizer)
@@ -249,14 +251,28 @@ class TorchWatcher(Watcher):
         if self._versions != self._current_versions():  # written to since the last step, by something else
             self._require_finite_parameters(self._step, "before the step")
         self._agree_to_stop()
-        given = (*args, *kwargs.values())
-        self._update = UpdateBefore.of(optimizer, self._step, given) if self._options.captures else None
+        closes = any(map(callable, (*args, *kwargs.values())))
+        self._update = UpdateBefore.of(optimizer, self._step) if self._options.captures and not closes else None
+        if not closes:
+            return None
+        args = tuple([self._looking(x) if callable(x) else x for x in args])
+        return args, {key: self._looking(x) if callable(x) else x for key, x in kwargs.items()}
+
+    def _looking(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the closure of an optimizer, with a look at the gradients that it makes: it may clear them itself."""
+
+        @wraps(closure)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            if not self._stopped:
+                self._look(at_step=True)
+            return result
+
+        return run
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stopped or _skips_step(optimizer):
             return
-        if self._unseen:  # a closure that the optimizer called has run backward
-            self._look()
         norm = _norm([local_part(p) for p in self._trained().values() if p.dtype in FLOATS])
         if norm is not None and norm.device.type != "cpu":
             self._later.append((norm, self._step))
@@ -301,8 +317,8 @@ class TorchWatcher(Watcher):
             if p.grad is not None and p.grad.dtype in FLOATS and not is_left_out:
                 yield p
 
-    def _look(self, norm: Tensor | None = None, at_step: bool = False) -> None:
-        """Look at the outputs and gradients that were not looked at yet."""
+    def _look(self, norm: Tensor | None = None, at_step: bool = False, keep: ForwardCall | None = None) -> None:
+        """Look at the outputs and gradients that were not looked at yet; forget forwards apart from `keep`."""
         outputs = [call for call in self._calls if call.norm is not None]
         grads = None if self._scaled else norm  # the norm of scaled gradients may overflow
         if grads is None and (self._unseen or (at_step and not self._looked)):
@@ -322,8 +338,9 @@ class TorchWatcher(Watcher):
         if not self._scaled and (finite or not self._unscaled):
             self._judge_rules()
             for call in [call for call in self._calls if call.task is not None or not call.handles]:
-                call.release()
-                self._calls.remove(call)
+                if call is not keep:
+                    call.release()
+                    self._calls.remove(call)
 
     def _judge_gradients(self) -> None:
         params = self._with_gradients(self._scaled | self._unscaled)

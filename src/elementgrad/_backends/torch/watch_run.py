@@ -28,16 +28,18 @@ from elementgrad._backends.torch.isolate import (
     set_random,
 )
 from elementgrad._backends.torch.names import TorchModel, unwrap
-from elementgrad._backends.torch.trace import TorchOpRecorder
+from elementgrad._backends.torch.trace import TorchOpRecorder, find_caller
 from elementgrad._backends.torch.trace_memory import version_of
 from elementgrad._backends.torch.watch_update import run_update
 from elementgrad._cleanup import defer, enter, scope
+from elementgrad._explain.trace import Op
 from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments
 from elementgrad._place.place import Place
 from elementgrad._watch.backend import (
     CapturedStep,
     NamedValue,
+    OutputRef,
     ReplayedRun,
     StepRecord,
     WatchBackend,
@@ -67,6 +69,8 @@ class ForwardCall:
     def __init__(self, step: int, index: int, args: Any, kwargs: Any, before: StateBefore, fresh: bool):
         self.step, self.index = step, index
         self.args, self.kwargs = args, kwargs
+        self.where = find_caller().where
+        """The line of the user's on which the model is called."""
         self.versions = [version_of(x) for x in _tensors((args, kwargs))]
         self.before = before
         self.fresh = fresh
@@ -81,6 +85,19 @@ class ForwardCall:
         self.activations: dict[str, Tensor] = {}
         """Gradients of activations that rules are about."""
         self.loss_arguments: Arguments | None = None
+        self.loss_where: str | None = None
+
+    def see_loss(self, args: Any, kwargs: Any) -> None:
+        """Note the arguments of the loss, and the line on which it is called."""
+        self.loss_arguments, self.loss_where = (args, kwargs), find_caller().where
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of the forward, and of the loss if it was called; outputs among these are references."""
+        if self.loss_arguments is None:
+            return self.args, self.kwargs
+        known = {_memory(x): OutputRef(position) for position, (_, x) in enumerate(self.outputs)}
+        loss = pytree.map_tree(self.loss_arguments, lambda x: known.get(_memory(x), x) if isinstance(x, Tensor) else x)
+        return self.args, self.kwargs, loss
 
     def release(self) -> None:
         """Remove the hooks from the outputs."""
@@ -141,6 +158,7 @@ class ModelState:
     ) -> StepRecord:
         """Run a forward again under the recorder of explanations, uncompiled, and its loss if that is known."""
         args, kwargs = pytree.map_tree((call.args, call.kwargs), _as_leaf)
+        here = find_caller().where
         model = TorchModel(self.root)
         recorder = TorchOpRecorder(lambda x: x.requires_grad, model, keeps=True)
         names: dict[int, str] = {}
@@ -158,7 +176,9 @@ class ModelState:
                     add_hook(_compat.forward_hooks(module), partial(note, path))
             with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), recorder.recording():
                 result = self.root(*args, **kwargs)
+                _locate(recorder.ops, here, call.where)
                 value = None if loss is None else _call_loss(loss, call, result)
+                _locate(recorder.ops, here, call.loss_where or call.where)
             outputs = float_outputs(result)
             inputs = _named_inputs(self.root, args, kwargs)
             if value is not None and call.loss_arguments is not None:
@@ -205,7 +225,8 @@ class ModelState:
             for x, g in pairs:  # of an output that another one is computed from, all that arrived, and not once more
                 x.register_hook(lambda _, g=g: g)
             found = torch.autograd.grad(roots, list(tracked.values()), seeds, allow_unused=True)
-            results |= {f"gradient:{name}": g for name, g in zip(tracked, found, strict=True) if g is not None}
+            pairs = zip(tracked, found, strict=True)
+            results |= {f"gradient:{name}": dense_part(g) for name, g in pairs if g is not None}
         return results
 
     def capture(
@@ -217,10 +238,8 @@ class ModelState:
         omitted += ["the parameters from before the step, which the optimizer has overwritten"] if after else []
         results = {} if after else {f"output:{n}": x for n, (_, x) in enumerate(call.outputs)}
         if gradients and not after:
-            unchanged = {
-                name: p.grad for name, p in parameters.items() if p.grad is not None and not version_of(p.grad)
-            }
-            results |= {f"gradient:{name}": g for name, g in unchanged.items()}
+            found = {name: p.grad for name, p in parameters.items() if p.grad is not None and not version_of(p.grad)}
+            results |= {f"gradient:{name}": dense_part(g) for name, g in found.items()}
         (cpu, devices), autocast = call.before.state[0] or generators(), call.before.state[1]
         settings = {
             "modes": list(call.before.modes),
@@ -232,7 +251,7 @@ class ModelState:
         held = {f"parameter:{name}": p.detach() for name, p in parameters.items()}
         return CapturedStep(
             describe(self.root),
-            (call.args, call.kwargs),
+            call.arguments(),
             held | {f"buffer:{name}": x for name, x in buffers},
             {"cpu": cpu, **{f"cuda:{n}": state for n, state in enumerate(devices)}},
             {str(n): g for n, g in call.cotangents.items()},
@@ -328,8 +347,11 @@ class TorchWatchRuns(WatchBackend):
         random = captured.random["cpu"], devices if torch.cuda.is_available() else []
         buffers = [captured.held[f"buffer:{name}"].to(x.device) for name, x in state.buffers.items()]
         before = StateBefore((random, autocast), [bool(mode) for mode in settings["modes"]], buffers)
-        args, kwargs = pytree.map_tree(captured.arguments, lambda x: x.to(device) if isinstance(x, Tensor) else x)
+        args, kwargs, *given = pytree.map_tree(
+            captured.arguments, lambda x: x.to(device) if isinstance(x, Tensor) else x
+        )
         call = ForwardCall(0, 0, args, kwargs, before, True)
+        call.loss_arguments, call.where = given[0] if given else None, None
         call.cotangents = {int(n): g.to(device) for n, g in captured.gradients.items()}
         parameters = {name: captured.held[f"parameter:{name}"] for name in state.parameters}
         with state.restored(before, parameters):
@@ -378,17 +400,23 @@ def _named_inputs(root: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
 
 def _call_loss(loss: Callable[..., Any], call: ForwardCall, result: Any) -> Tensor | None:
     """Call the loss with the new outputs; None if its other arguments are not known, or it is no single number."""
-    if call.loss_arguments is not None:
-        new = {_memory(old): x for (_, old), (_, x) in zip(call.outputs, float_outputs(result), strict=True)}
-        args, kwargs = pytree.map_tree(
-            call.loss_arguments, lambda x: new.get(_memory(x), x) if isinstance(x, Tensor) else x
-        )
+    given = call.arguments()[2:]
+    if given:
+        new = [x for _, x in float_outputs(result)]
+        args, kwargs = pytree.map_tree(given[0], lambda x: new[x.position] if isinstance(x, OutputRef) else x)
         value = loss(*args, **kwargs)
     elif _takes_one(loss):
         value = loss(result)
     else:
         return None
     return value if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def _locate(ops: Sequence[Op], here: str, where: str | None) -> None:
+    """Give operations that no line of the user's runs the line on which their module was called, for that of now."""
+    for op in ops:
+        if op.where == here:
+            op.where = where
 
 
 def _takes_one(loss: Callable[..., Any]) -> bool:

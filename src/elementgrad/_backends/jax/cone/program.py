@@ -23,9 +23,9 @@ from elementgrad._backends.jax.compile_cache import can_compile, find_or_make
 from elementgrad._backends.jax.cone import custom, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.jax.cone.rules import WHOLE, PlacedRegion, Target, cut
 from elementgrad._backends.jax.cone.templates import (
-    Group,
     RegionCone,
     Template,
+    ValueGroup,
     group_values,
     make_template,
     plan_with,
@@ -63,7 +63,7 @@ class TracedProgram(Program):
         values = [value for op in self.ops for value in (*op.operands, *op.results) if value is not None]
         for value in (*self.inputs, *constants, *values, *self.outputs):
             self.numbers.setdefault(value, len(self.numbers))
-        self._groups: dict[ProgramValue, list[Group]] = {}
+        self._groups: dict[ProgramValue, list[ValueGroup]] = {}
         self._spelled: dict[ProgramValue, Hashable] = {}
 
     @cached_property
@@ -72,7 +72,7 @@ class TracedProgram(Program):
         rules: list[Any] = [op.rule for op in self.ops]
         return tuple([rule.variant for rule in rules])
 
-    def groups(self, of: ProgramValue) -> list[Group]:
+    def groups(self, of: ProgramValue) -> list[ValueGroup]:
         """Return the groups of what a value depends on."""
         if of not in self._groups:
             self._groups[of] = group_values(self.ops, of)

@@ -19,7 +19,7 @@ MOST_WORK = 1.5
 
 
 @dataclass(eq=False)
-class Group:
+class ValueGroup:
     """Values of one shape that are always needed in the same part."""
 
     shape: Shape
@@ -48,9 +48,9 @@ class RegionCone(Cone):
     template: Template = field(default_factory=lambda: Template({}))
 
 
-def group_values(ops: Sequence[ProgramOp], of: ProgramValue) -> list[Group]:
+def group_values(ops: Sequence[ProgramOp], of: ProgramValue) -> list[ValueGroup]:
     """Return the groups of all values that a value depends on, each behind those that it is needed by."""
-    groups = [Group(of.shape, [of])]
+    groups = [ValueGroup(of.shape, [of])]
     numbers = {of: 0}
     ways: dict[ProgramValue, dict[tuple[int, Relation | None], None]] = {}
     scalars: int | None = None
@@ -64,13 +64,13 @@ def group_values(ops: Sequence[ProgramOp], of: ProgramValue) -> list[Group]:
         if value.shape == ():
             if scalars is None:
                 scalars = len(groups)
-                groups.append(Group((), []))
+                groups.append(ValueGroup((), []))
             numbers[value] = scalars
         elif same[1] is None:
             numbers[value] = same[0]
         else:
             numbers[value] = len(groups)
-            groups.append(Group(value.shape, [], tuple(found)))
+            groups.append(ValueGroup(value.shape, [], tuple(found)))
         groups[numbers[value]].values.append(value)
 
     for op in reversed(ops):
@@ -89,7 +89,7 @@ def group_values(ops: Sequence[ProgramOp], of: ProgramValue) -> list[Group]:
     return groups
 
 
-def place_groups(groups: Sequence[Group], box: Box, template: Template, grow: bool = False) -> list[Box] | None:
+def place_groups(groups: Sequence[ValueGroup], box: Box, template: Template, grow: bool = False) -> list[Box] | None:
     """Return where the parts of groups are for a box of the first, in the sizes of a template.
 
     A template that is too small is made to fit with `grow`; otherwise None is returned.
@@ -114,7 +114,7 @@ def place_groups(groups: Sequence[Group], box: Box, template: Template, grow: bo
     return boxes
 
 
-def make_template(ops: Sequence[ProgramOp], groups: Sequence[Group], box: Box) -> Template:
+def make_template(ops: Sequence[ProgramOp], groups: Sequence[ValueGroup], box: Box) -> Template:
     """Return sizes that are enough for a box, those next to it, and those at the ends if they need little more."""
     shape = groups[0].shape
     near = [*[_move(box, shape, by) for by in range(-NEIGHBOURS // 2, NEIGHBOURS // 2)], box]
@@ -127,7 +127,7 @@ def make_template(ops: Sequence[ProgramOp], groups: Sequence[Group], box: Box) -
     return wide if Cone(wide.steps).count_work() <= MOST_WORK * Cone(narrow.steps).count_work() else narrow
 
 
-def _grow(ops: Sequence[ProgramOp], groups: Sequence[Group], boxes: Sequence[Box], template: Template) -> Template:
+def _grow(ops: Sequence[ProgramOp], groups: Sequence[ValueGroup], boxes: Sequence[Box], template: Template) -> Template:
     """Return a template that is made to fit all boxes, if it can be, with steps for the last of them."""
     for _ in range(3):
         before = dict(template.sizes)
@@ -143,13 +143,13 @@ def _grow(ops: Sequence[ProgramOp], groups: Sequence[Group], boxes: Sequence[Box
     return template
 
 
-def plan_with(groups: Sequence[Group], box: Box, template: Template) -> RegionCone | None:
+def plan_with(groups: Sequence[ValueGroup], box: Box, template: Template) -> RegionCone | None:
     """Return the cone of a box, or None if it does not fit into the template."""
     boxes = place_groups(groups, box, template)
     return None if boxes is None else RegionCone(template.steps, map_values(groups, boxes), boxes, template)
 
 
-def map_values(groups: Iterable[Group], boxes: Iterable[Box]) -> dict[ProgramValue, Box]:
+def map_values(groups: Iterable[ValueGroup], boxes: Iterable[Box]) -> dict[ProgramValue, Box]:
     """Return the part of each value."""
     return {value: box for group, box in zip(groups, boxes, strict=True) for value in group.values}
 

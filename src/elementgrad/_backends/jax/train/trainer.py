@@ -24,7 +24,7 @@ from elementgrad._backends.jax.train.products import convolve, multiply
 from elementgrad._backends.jax.train.rules import MOVES, PatchedArray, dynamic_slice, gather, split
 from elementgrad._names import pytree
 from elementgrad._place import grammar
-from elementgrad._train.numbers import cast_array
+from elementgrad._train.numbers import array_bits, cast_array
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, ResolvedPlace, TrainBackend
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
 
@@ -566,8 +566,7 @@ class JaxTrain(TrainBackend):
         return JaxTrainer(model)
 
     def tensor_bits(self, tensor: Array) -> tuple[str, np.ndarray]:
-        array = np.asarray(tensor)
-        return array.dtype.name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize)
+        return array_bits(tensor)
 
     def from_bits(self, bits: np.ndarray, like: Array) -> Array:
         return jax.device_put(np.frombuffer(bits.tobytes(), like.dtype).reshape(like.shape), like.sharding)

@@ -19,7 +19,7 @@ from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_sta
 from elementgrad._backends.tensorflow.distributed import copies, unwrap
 from elementgrad._backends.tensorflow.train.kernels import KerasLookup
 from elementgrad._cleanup import assign, close_scopes_after, scope
-from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
+from elementgrad._train.numbers import LAYOUTS, array_bits, common_width, nan_bits
 from elementgrad._train.trainer import ElementGroup, FreezeClaim, Freezer, PartialParameter, ResolvedPlace
 
 Tensor = Any
@@ -94,7 +94,7 @@ class KerasElementGroup(ElementGroup):
     def set_originals(self, originals: np.ndarray) -> None:
         """Replace the originals after another model was loaded, also in the change log."""
         self.originals = originals
-        self.change.bits = bits(originals)[1]
+        self.change.bits = array_bits(originals)[1]
 
 
 class KerasPartialParameter(PartialParameter):
@@ -384,12 +384,6 @@ def put(tensor: Tensor, index: np.ndarray, values: Tensor) -> None:
         tf.raw_ops.AssignVariableOp(resource=tensor.handle, value=tf.reshape(values, []))
     else:
         tf.raw_ops.ResourceScatterNdUpdate(ref=tensor.handle, indices=index, updates=values)
-
-
-def bits(array: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return the dtype of an array, and the bytes of its elements."""
-    array = np.asarray(array)
-    return array.dtype.name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize)
 
 
 def _read(tensor: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from elementgrad._backends.tensorflow.train.parameter import (
     KerasElementGroup,
     KerasPartialParameter,
     attach,
-    bits,
     cast,
     coordinates,
     detach,
@@ -38,6 +37,7 @@ from elementgrad._backends.tensorflow.train.parameter import (
     take,
 )
 from elementgrad._cleanup import assign, close_scopes_after
+from elementgrad._train.numbers import array_bits
 from elementgrad._train.trainer import (
     ResolvedPlace,
     TrainBackend,
@@ -294,7 +294,7 @@ class KerasTrainer(Trainer):
         return freezer.state(self._variables[id(tensor)])
 
     def read_bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        return bits(take(tensor, positions))
+        return array_bits(take(tensor, positions))
 
     def parse_dtype(self, dtype: Any) -> Any:
         try:
@@ -445,7 +445,7 @@ class KerasTrain(TrainBackend):
         return KerasTrainer(owner)
 
     def tensor_bits(self, tensor: Tensor) -> tuple[str, np.ndarray]:
-        return bits(take(tensor))
+        return array_bits(take(tensor))
 
     def from_bits(self, bits: np.ndarray, like: Tensor) -> Tensor:
         return tf.constant(np.frombuffer(bits.tobytes(), like.dtype.as_numpy_dtype).reshape(like.shape))

@@ -4,7 +4,7 @@ Kernels compute the entries of a parameter's gradient that train, without the re
 layers, `TorchLookup` for embeddings, `TorchCorrelation` for convolutions. Each is made once for a set of elements, and
 called in the backward with the gradient of the output and what else the layer saved.
 
-Autograd functions call them: `KernelFunction` runs one of the operations (linear, convolution, layer norm, RMS norm),
+Autograd functions call them: `KernelFunction` runs a linear operation or a convolution,
 `LookupFunction` an embedding and `BagFunction` an embedding bag. `AliasFunction` is for all other uses of a parameter.
 The parameter itself gets a gradient too if it asks for one.
 """
@@ -344,10 +344,10 @@ CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d
 
 
 # Each operation has the same three methods:
-#   forward   returns the output, and what else its gradients need;
+#   forward   returns the output;
 #   backward  returns the gradients of the input and of the whole weight, None where not wanted;
 #   entries   returns the gradients of the weight's leaves, by a kernel.
-# `bias_axis` is the axis of the output that a bias is added along, or None if it is added to the normalised axes.
+# `bias_axis` is the axis of the output that a bias is added along.
 
 
 @dataclass(frozen=True)
@@ -357,22 +357,22 @@ class LinearOp:
     transposed: bool = False
     bias_axis = -1
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
         if self.transposed:
             output = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
         else:
             output = functional.linear(x, weight, bias)
         # The output of an autograd function must not be a view, or it could not be written to in place.
-        return (unsafe_view(output, (*x.shape[:-1], output.shape[-1])),)
+        return unsafe_view(output, (*x.shape[:-1], output.shape[-1]))
 
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, wanted: tuple[bool, bool]) -> Any:
+    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
         of_input = gradient @ (weight.t() if self.transposed else weight).conj() if wanted[0] else None
         if not wanted[1]:
             return of_input, None
         left, right = _as_rows(gradient), _as_rows(x).conj()
         return of_input, right.t() @ left if self.transposed else left.t() @ right
 
-    def entries(self, kernel: Any, gradient: Tensor, x: Tensor, saved: Any) -> Tensor:
+    def entries(self, kernel: Any, gradient: Tensor, x: Tensor) -> Tensor:
         left, right = _as_rows(gradient), _as_rows(x).conj()
         return kernel(right, left) if self.transposed else kernel(left, right)
 
@@ -384,92 +384,24 @@ class ConvolutionOp:
     grid: TorchConvGrid
     bias_axis = 1
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         grid = self.grid
         convolve = CONVOLUTIONS[len(grid.stride)]
-        return (convolve(x, weight, bias, grid.stride, grid.padding, grid.dilation, grid.groups),)
+        return convolve(x, weight, bias, grid.stride, grid.padding, grid.dilation, grid.groups)
 
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, wanted: tuple[bool, bool]) -> Any:
+    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
         return self.grid.backward(gradient, x, weight, wanted) if any(wanted) else (None, None)
 
-    def entries(self, kernel: Any, gradient: Tensor, x: Tensor, saved: Any) -> Tensor:
+    def entries(self, kernel: Any, gradient: Tensor, x: Tensor) -> Tensor:
         return kernel(gradient, x)
 
 
-@dataclass(frozen=True)
-class LayerNormOp:
-    """Normalisation of the last axes by mean and variance."""
-
-    shape: tuple[int, ...]
-    eps: float
-    bias_axis = None
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
-
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, wanted: tuple[bool, bool]) -> Any:
-        if not any(wanted):
-            return None, None
-        backward = torch.ops.aten.native_layer_norm_backward
-        return backward(gradient, x, self.shape, *saved, weight, None, [*wanted, False])[:2]
-
-    def entries(self, kernel: Any, gradient: Tensor, x: Tensor, saved: Any) -> Tensor:
-        width = len(self.shape)
-        if _differentiates_backward():  # what was saved is not connected to the input
-            axes = list(range(-width, 0))
-            saved = x.mean(axes), torch.rsqrt(x.var(axes, correction=0) + self.eps)
-        mean, scale = [each.reshape(-1, 1) for each in saved]
-        gradient, x = [_as_normalised_rows(each, width).index_select(1, kernel) for each in (gradient, x)]
-        return (gradient * ((x - mean) * scale)).sum(0)
-
-
-@dataclass(frozen=True)
-class RMSNormOp:
-    """Normalisation of the last axes by the root of the mean square."""
-
-    shape: tuple[int, ...]
-    eps: float | None
-    bias_axis = None
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return (functional.rms_norm(x, self.shape, weight, self.eps),)
-
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, wanted: tuple[bool, bool]) -> Any:
-        if not any(wanted):
-            return None, None
-        wide, axes, scale = self._scale(x)
-        unit, scaled = wide * scale, (gradient * weight).to(wide.dtype)
-        of_input = scale * (scaled - unit * (scaled * unit).mean(axes, keepdim=True)) if wanted[0] else None
-        of_weight = (gradient * unit).reshape(-1, *self.shape).sum(0) if wanted[1] else None
-        return [None if each is None else each.to(x.dtype) for each in (of_input, of_weight)]
-
-    def entries(self, kernel: Any, gradient: Tensor, x: Tensor, saved: Any) -> Tensor:
-        width = len(self.shape)
-        wide, _, scale = self._scale(x)
-        gradient, wide = [_as_normalised_rows(each, width).index_select(1, kernel) for each in (gradient, wide)]
-        return (gradient * (wide * scale.reshape(-1, 1))).sum(0)
-
-    def _scale(self, x: Tensor) -> tuple[Tensor, list[int], Tensor]:
-        """Return the input in the precision that PyTorch computes in, the axes, and the scale."""
-        axes = list(range(-len(self.shape), 0))
-        wide = x.float() if x.dtype.itemsize < 4 else x
-        eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
-        return wide, axes, torch.rsqrt(wide.square().mean(axes, keepdim=True) + eps)
-
-
-def _bias_gradient(op: Any, gradient: Tensor, shape: torch.Size, index: Tensor | None = None) -> Tensor:
+def _bias_gradient(op: Any, gradient: Tensor, index: Tensor | None = None) -> Tensor:
     """Return the gradient of a bias, or its entries at `index`."""
-    if op.bias_axis is None:
-        rows = _as_normalised_rows(gradient, len(shape))
-        return rows.sum(0).view(shape) if index is None else rows.index_select(1, index).sum(0)
     axis = op.bias_axis % gradient.ndim
     gradient = gradient if index is None else gradient.index_select(axis, index)
     others = [other for other in range(gradient.ndim) if other != axis]
     return gradient.sum(others) if others else gradient  # an empty list of axes would mean all of them
-
-
-def _as_normalised_rows(x: Tensor, axes: int) -> Tensor:
-    return x.flatten(-axes).reshape(-1, x.shape[-axes:].numel())
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -487,26 +419,23 @@ class KernelFunction(torch.autograd.Function):
     def forward(
         ctx: Any, op: Any, kernels: tuple[Any, Any], x: Tensor, weight: Tensor, bias: Any, leaf: Any, bias_leaf: Any
     ) -> Tensor:
-        output, *saved = op.forward(x, weight, bias)
         ctx.op, ctx.kernels = op, kernels
-        ctx.bias_shape = None if bias is None else bias.shape
         # Only what the backward needs is saved, as autograd refuses a backward if a saved tensor was written to.
         needs_weight = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(x, *((weight, leaf) if needs_weight else (None, None)), *saved)
-        return output
+        ctx.save_for_backward(x, *((weight, leaf) if needs_weight else (None, None)))
+        return op.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         op, (kernel, bias_kernel) = ctx.op, ctx.kernels
-        x, weight, leaf, *saved = ctx.saved_tensors
+        x, weight, leaf = ctx.saved_tensors
         if leaf is not None and _differentiates_backward():
-            is_index = isinstance(kernel, Tensor)
-            weight = connect_leaves(weight, kernel, leaf) if is_index else kernel.connect(weight, leaf)
+            weight = kernel.connect(weight, leaf)
         _, _, input_wanted, weight_wanted, bias_wanted, leaf_wanted, bias_leaf_wanted = ctx.needs_input_grad
-        of_input, of_weight = op.backward(gradient, x, weight, saved, (input_wanted, weight_wanted))
-        of_bias = _bias_gradient(op, gradient, ctx.bias_shape) if bias_wanted else None
-        of_leaf = op.entries(kernel, gradient, x, saved) if leaf_wanted else None
-        of_bias_leaf = _bias_gradient(op, gradient, ctx.bias_shape, bias_kernel) if bias_leaf_wanted else None
+        of_input, of_weight = op.backward(gradient, x, weight, (input_wanted, weight_wanted))
+        of_bias = _bias_gradient(op, gradient) if bias_wanted else None
+        of_leaf = op.entries(kernel, gradient, x) if leaf_wanted else None
+        of_bias_leaf = _bias_gradient(op, gradient, bias_kernel) if bias_leaf_wanted else None
         return None, None, of_input, of_weight, of_bias, of_leaf, of_bias_leaf
 
 

@@ -22,11 +22,9 @@ from elementgrad._backends.torch.train.kernels import (
     AliasFunction,
     BagFunction,
     ConvolutionOp,
-    LayerNormOp,
     LinearOp,
     LookupFunction,
     NoGradientFunction,
-    RMSNormOp,
     TorchConvGrid,
     TorchCorrelation,
     TorchLookup,
@@ -114,14 +112,11 @@ def _shard_attribute(name: str, parameter: TorchPartialParameter, caller: str) -
 class Layer:
     """Base of the layers, which are mixed into classes of users: their names must not clash with those of a user."""
 
-    def _make_kernel(self, name: str, parameter: TorchPartialParameter) -> Any:
-        return parameter.index
-
     def _run_op(self: Any, op: Any, x: Tensor) -> Tensor:
         weight, of_weight = operand(self, "weight")
         bias, of_bias = operand(self, "bias")
         if of_weight is None and of_bias is None:
-            return op.forward(x, weight, bias)[0]
+            return op.forward(x, weight, bias)
         leaves = [None if parameter is None else parameter.leaf for parameter in (of_weight, of_bias)]
         kernels = self._element_kernels.get("weight"), self._element_kernels.get("bias")
         return run_with_kernels(op, kernels, x, weight, bias, *leaves)
@@ -132,9 +127,7 @@ class LinearLayer(Layer):
 
     _linear_op = LinearOp()
 
-    def _make_kernel(self, name: str, parameter: TorchPartialParameter) -> Any:
-        if name != "weight":
-            return parameter.index
+    def _weight_kernel(self, parameter: TorchPartialParameter) -> Any:
         rows, columns = parameter.tensor.shape
         row, column = np.divmod(parameter.positions, columns)
         return TorchProduct(row, column, rows, columns, parameter.tensor.device)
@@ -149,11 +142,16 @@ class TransposedLayer(LinearLayer):
     _linear_op = LinearOp(transposed=True)
 
 
-class EmbeddingLayer(Layer):
-    """`nn.Embedding`."""
+class TableLayer(Layer):
+    """Base of layers that look up rows of a table."""
 
-    def _make_kernel(self, name: str, parameter: TorchPartialParameter) -> Any:
-        return _make_lookup(parameter)
+    def _weight_kernel(self, parameter: TorchPartialParameter) -> Any:
+        row, column = np.divmod(parameter.positions, parameter.tensor.shape[1])
+        return TorchLookup(row, column, parameter.tensor.shape[1], parameter.tensor.device)
+
+
+class EmbeddingLayer(TableLayer):
+    """`nn.Embedding`."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         table, parameter = operand(self, "weight")
@@ -163,11 +161,8 @@ class EmbeddingLayer(Layer):
         return LookupFunction.apply(kernel, options, input, table, parameter.leaf)
 
 
-class BagLayer(Layer):
+class BagLayer(TableLayer):
     """`nn.EmbeddingBag` with sums and means; a maximum uses an alias."""
-
-    def _make_kernel(self, name: str, parameter: TorchPartialParameter) -> Any:
-        return _make_lookup(parameter)
 
     def forward(
         self: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -193,11 +188,6 @@ class BagLayer(Layer):
         return BagFunction.apply(self._element_kernels["weight"], run, *inputs, parameter.leaf)
 
 
-def _make_lookup(parameter: TorchPartialParameter) -> TorchLookup:
-    row, column = np.divmod(parameter.positions, parameter.tensor.shape[1])
-    return TorchLookup(row, column, parameter.tensor.shape[1], parameter.tensor.device)
-
-
 def _bag_of_each_token(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
     if offsets is None:
         return torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
@@ -208,9 +198,7 @@ def _bag_of_each_token(ids: Tensor, offsets: Tensor | None, include_last_offset:
 class ConvolutionLayer(Layer):
     """`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`."""
 
-    def _make_kernel(self: Any, name: str, parameter: TorchPartialParameter) -> Any:
-        if name != "weight":
-            return parameter.index
+    def _weight_kernel(self: Any, parameter: TorchPartialParameter) -> Any:
         shape = tuple(parameter.tensor.shape)
         coordinates = np.unravel_index(parameter.positions, shape)
         return TorchCorrelation(coordinates, shape, self._conv_grid(), parameter.tensor.device)
@@ -236,24 +224,6 @@ class ConvolutionLayer(Layer):
         return self._run_op(ConvolutionOp(self._conv_grid()), input)
 
 
-class LayerNormLayer(Layer):
-    """`nn.LayerNorm`."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        if self._parameters.get("weight") is None or torch.is_autocast_enabled(input.device.type):
-            return super().forward(input)  # type: ignore[misc]
-        return self._run_op(LayerNormOp(self.normalized_shape, self.eps), input)
-
-
-class RMSNormLayer(Layer):
-    """`nn.RMSNorm`."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)  # type: ignore[misc]
-        return self._run_op(RMSNormOp(self.normalized_shape, self.eps), x)
-
-
 LAYERS: dict[str, type[Layer]] = {
     "torch.nn.modules.linear.Linear": LinearLayer,
     "transformers.pytorch_utils.Conv1D": TransposedLayer,
@@ -262,8 +232,6 @@ LAYERS: dict[str, type[Layer]] = {
     "torch.nn.modules.conv.Conv1d": ConvolutionLayer,
     "torch.nn.modules.conv.Conv2d": ConvolutionLayer,
     "torch.nn.modules.conv.Conv3d": ConvolutionLayer,
-    "torch.nn.modules.normalization.LayerNorm": LayerNormLayer,
-    "torch.nn.modules.normalization.RMSNorm": RMSNormLayer,
 }
 """Layers by the name of the class, so that the libraries that have them need not be installed."""
 
@@ -478,9 +446,12 @@ def _remove_leaves(module: Module) -> None:
 
 
 def _make_kernels(module: Any) -> None:
-    is_layer, trained = isinstance(module, Layer), module._trained
-    kernels = {name: module._make_kernel(name, trained[name]) for name in trained} if is_layer else {}
-    vars(module)["_element_kernels"] = kernels
+    """Make the kernel of a layer's weight, and take the positions alone for each other parameter, such as a bias."""
+    trained = vars(module)["_trained"] if isinstance(module, Layer) else {}
+    vars(module)["_element_kernels"] = {
+        name: module._weight_kernel(parameter) if name == "weight" else parameter.index
+        for name, parameter in trained.items()
+    }
 
 
 @cache
