@@ -166,3 +166,18 @@ def a_tensor_of_tensors():
 @BROKEN.says("zero", "dead-relu", fix="hinge", wrt="x[2]")
 def a_hinge():
     return lambda x: torch.maximum(torch.zeros(3), 1 - x).sum(), X  # <- here
+
+
+@BROKEN.says("zero", "row-not-used", fix="padding_idx", wrt="0.weight[0, 1]")
+def a_padding_row_of_zeros_that_is_squared():
+    class Squares(nn.Module):
+        def forward(self, x):
+            return x.pow(2).sum()
+
+    return nn.Sequential(nn.Embedding(4, 3, padding_idx=0), Squares()), torch.tensor([[0, 1, 2]])
+
+
+@BROKEN.says("zero", "unused", of="output[0, 0, 2, 1]", wrt="q[0, 0, 1, 0]")
+def a_query_of_another_token():
+    q, k, v = torch.randn(3, 1, 1, 3, 4, generator=torch.Generator().manual_seed(0))
+    return lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), q

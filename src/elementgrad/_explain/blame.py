@@ -26,6 +26,7 @@ from elementgrad._explain.causes import (
     SHARES,
     SINGULAR,
 )
+from elementgrad._explain.kinds import PADDING
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.trace import CotangentSizes, FiniteFlags, Op, ReachOverlap, Tangents, TangentSizes
 
@@ -268,8 +269,6 @@ def why_zero(path: DataPath, evidence: Evidence) -> CauseFinding:
     if tangents.reached > ROUNDING * evidence.epsilon * largest:
         finding = _search_backwards(path, evidence)
         finding.evidence.append("in forward mode the derivative is not zero")
-        if finding.cause == "row-not-used" and finding.op is not None:  # it is looked up, and gets no gradient
-            finding.op = replace(finding.op, operation="padding_idx")
         return finding
     return _VanishedTangent(path, sizes, tangents.elsewhere, evidence).find()
 
@@ -304,7 +303,7 @@ class _VanishedTangent:
         if end is not None:
             return self._finding_at(end, ended)
         used = [op for op, size in self._sizes.items() if size.at_outputs > 0]
-        masking = [op for op in used if op.operation in OWN_MASK]
+        masking = [op for op in used if op.operation in OWN_MASK and not self._is_query(op)]
         if masking:
             return CauseFinding("masked", masking[-1], ["other elements of its result depend on it"])
         if self._elsewhere:
@@ -376,6 +375,11 @@ class _VanishedTangent:
             return "stationary"
         return "masked" if cause == "cancelled" and op.operation in MATRIX_PRODUCTS else cause
 
+    def _is_query(self, op: Op) -> bool:
+        """Return True if only queries of an attention move: each has a result of its own, which no mask removes."""
+        moving = self._overlap.dependent if self._overlap is not None else set(op.inputs)
+        return op.operation.endswith("attention") and moving.isdisjoint(op.inputs[1:])
+
     def _is_emptied(self, op: Op) -> bool:
         """Return True if an operation has no elements in its results, and not because it selects none."""
         empty = bool(op.results) and all(0 in tuple(result.shape) for result in op.results)
@@ -399,6 +403,8 @@ class _VanishedTangent:
 
     def _finding_at(self, op: Op, ended: Sequence[Op]) -> CauseFinding:
         cause = self._cause(op)
+        if cause == PADDING:
+            return CauseFinding("row-not-used", replace(op, operation=PADDING))
         if cause == "masked" and op.operation in SHARES:
             evidence = [f"it is so low that {op.operation} gives it no weight"]
             return CauseFinding("masked", self._mask_addition(op) or op, evidence)

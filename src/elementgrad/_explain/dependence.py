@@ -14,7 +14,7 @@ from elementgrad._explain.trace import Numbers, Op, uneven_weights
 
 BROADCASTS = ("elementwise", "product")
 """Kinds of operations of which an element depends on the elements in the same place alone."""
-ADDS = ("move", "sum", "matrix product")
+ADDS = ("move", "lookup", "sum", "matrix product")
 """Kinds of operations that give more wherever one of several ones becomes a two."""
 SAMPLES = (
     ("around zero", 2.0),

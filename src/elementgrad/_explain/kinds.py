@@ -32,6 +32,8 @@ SELECTION = "selection"
 """Takes each element from one of several operands."""
 ELEMENTWISE, MOVE = "elementwise", "move"
 """Works element by element; only moves elements to other places."""
+PADDING = "padding_idx"
+"""The cause where a lookup's own rule gives no gradient to a row that it looks up."""
 MASK_SCORE = -1e4
 """Scores up to this one count as masked."""
 ROUNDING = 64.0
@@ -61,6 +63,7 @@ KINDS = kind_table(
             adaptive_max_pool3d fractional_max_pool fractional_max_pool2d fractional_max_pool3d min_pool dilation2d
             reduce_window reduce_window_max reduce_window_min select_and_gather_add""",
         CAPPED_RECTIFIER: "relu6",
+        LOOKUP: "embedding",
         SHARE: """
             softmax log_softmax softmin logsumexp cross_entropy softmax_cross_entropy_with_logits
             sparse_softmax_cross_entropy_with_logits""",
@@ -75,7 +78,7 @@ KINDS = kind_table(
             float double half bfloat16 squared_difference""",
         MOVE: """
             view reshape flatten transpose permute T mT squeeze unsqueeze expand_dims split chunk unbind unstack cat
-            concat concatenate stack expand tile broadcast_in_dim embedding index_select gather narrow indexing slice
+            concat concatenate stack expand tile broadcast_in_dim index_select gather narrow indexing slice
             rev copy""",
     }
 )
@@ -85,8 +88,10 @@ KINDS = kind_table(
 def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers, leaves: bool = False) -> str | None:
     """Return why no tangent leaves an operation, by its kind and its numbers; None if they do not show it.
 
-    With `leaves` one does, as half of it does where a maximum ties with its bound.
+    With `leaves` one does, as half of it does where a maximum ties with its bound, or all of it from a padding row.
     """
+    if leaves and op.kind == LOOKUP:
+        return PADDING if _drops_gradient(op, tangents, numbers) else None
     if leaves and op.kind not in (LOWER_BOUND, UPPER_BOUND):
         return None
     moving = {n: moved for n, t in enumerate(tangents) if t is not None and (moved := numbers.array(t) != 0).any()}
@@ -114,8 +119,7 @@ def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbe
     if kind == CAPPED_RECTIFIER:
         return "clamped" if bool((x > 0).all()) else None
     if kind == LOOKUP:
-        ones = [numbers.like(np.ones(tuple(y.shape)), y) if n == first else None for n, y in enumerate(op.operands)]
-        return "out-of-range" if op.misses and not _size(op.jvp(ones), numbers) else "row-not-used"
+        return "out-of-range" if op.misses and _reads_nothing(op, first, numbers) else "row-not-used"
     if kind == SELECTION:
         return "masked"
     if kind == SHARE:
@@ -164,6 +168,18 @@ def _is_number(numbers: Numbers, x: Tensor) -> bool:
 
 def _size(tensors: Sequence[Tensor | None], numbers: Numbers) -> float:
     return max([numbers.size(t) for t in tensors if t is not None], default=0.0)
+
+
+def _reads_nothing(op: Op, operand: int, numbers: Numbers) -> bool:
+    ones = [numbers.like(np.ones(tuple(y.shape)), y) if n == operand else None for n, y in enumerate(op.operands)]
+    return not _size(op.jvp(ones), numbers)
+
+
+def _drops_gradient(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) -> bool:
+    """Return True if the rule of an operation gives no gradient to the elements that move, at whatever numbers."""
+    ones = [numbers.like(np.ones(tuple(y.shape)), y) for y in op.results]
+    pulled = zip(op.vjp(ones, [t is not None for t in tangents]), tangents, strict=True)
+    return not any(numbers.array(g)[numbers.array(t) != 0].any() for g, t in pulled if g is not None and t is not None)
 
 
 def _is_too_small(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) -> bool:

@@ -7,7 +7,7 @@ leaves open what it would have said.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad._explain.dependence import dependent_outputs
-from elementgrad._explain.kinds import why_nothing_leaves
+from elementgrad._explain.kinds import PADDING, why_nothing_leaves
 from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     CotangentSizes,
@@ -49,32 +49,75 @@ class Replay:
 
     def tangents(self) -> Tangents | None:
         """Push tangents from the source's elements."""
-        trace, numbers = self._trace, self._numbers
-        seed = numbers.at(trace.source, self._wrt, uneven_weights(len(self._wrt)))
-        tangents: dict[int, Tensor] = dict.fromkeys(self._sources, seed)
+        trace = self._trace
         with trace.following():
-            sizes = push_tangents(self._ops, self._connected, tangents, numbers, trace.graph.target)
-            reached = tangents.get(trace.graph.target)
-            arriving = np.zeros(trace.target.shape) if reached is None else numbers.array(reached).astype(np.float64)
-        if sizes is None:
-            return None
+            pushed = self._push(self._ops, trace.source)
+            if pushed is None:
+                return None
+            sizes, reached = pushed
+            arriving = np.zeros(trace.target.shape) if reached is None else self._floats(reached)
         chosen = np.abs(arriving.reshape(-1)[self._of]).max(initial=0.0)
         return Tangents(sizes, float(chosen), bool(np.delete(arriving, self._of).any()))
+
+    def _push(
+        self, ops: Sequence[Op], source: Tensor, widen: Callable[[Op], Op] | None = None
+    ) -> tuple[dict[Op, TangentSizes], Tensor | None] | None:
+        """Push tangents through operations, which `widen` runs again in float64; others are dropped after their use.
+
+        Return their sizes at each operation and that of the target; None if an operation has no rule.
+        """
+        numbers, target = self._numbers, self._trace.graph.target
+        tangents = dict.fromkeys(self._sources, numbers.at(source, self._wrt, uneven_weights(len(self._wrt))))
+        sizes: dict[Op, TangentSizes] = {}
+        last_use = {value: op for op in ops for value in op.inputs if value != target}
+        for op in ops:
+            if not tangents:
+                break
+            here = op if widen is None else widen(op)
+            pairs = zip(op.inputs, here.operands, strict=False)
+            arriving = [tangents.get(value) if numbers.is_differentiable(x) else None for value, x in pairs]
+            at_inputs = worst(numbers.size(t) for t in arriving if t is not None)
+            if at_inputs == 0 or not here.operands:
+                continue
+            live = [value in self._connected for value in op.outputs[: len(op.results)]]
+            leaving: Sequence[Tensor | None] = ()
+            if any(live):
+                try:
+                    leaving = here.jvp(arriving)
+                except Exception:  # it has no rule
+                    return None
+            triples = zip(op.outputs, leaving, live, strict=False)
+            amounts = [(value, t, numbers.size(t)) for value, t, passes in triples if passes and t is not None]
+            reached = {value: t for value, t, size in amounts if size != 0}
+            at_outputs, cause = worst([size for _, _, size in amounts]), None
+            if widen is None and any(live) and at_inputs > 0:
+                cause = why_nothing_leaves(op, arriving, numbers, at_outputs != 0)
+            if cause == PADDING:
+                reached, at_outputs = {}, 0.0
+            for value in {value for value in op.inputs if last_use.get(value) is op}:
+                tangents.pop(value, None)
+            tangents.update(reached)
+            sizes[op] = TangentSizes(at_inputs, at_outputs, cause)
+        return sizes, tangents.get(target)
+
+    def _floats(self, x: Tensor) -> np.ndarray:
+        return self._numbers.array(x).astype(np.float64)
 
     def gradient(self) -> Tensor | None:
         """Return the gradient for the whole source, or None if the framework's derivative has no path.
 
         Errors of the framework pass through.
         """
-        trace = self._trace
-        if not trace.follows_rules:
+        trace, pulled = self._trace, None
+        if trace.follows_rules:
+            if trace.graph.target not in self._connected:
+                return None
+            with suppress(Exception):  # the framework's own gradient is to say what is wrong
+                pulled = self._pulled
+        if pulled is None or pulled[0] is None:
             return trace.gradient(self._of, self._weights)
-        if trace.graph.target not in self._connected:
-            return None
-        sizes, gradient = self._pulled
-        if sizes is None:
-            raise next(op.error for op in reversed(self._ops) if op.error is not None)
-        return self._numbers.like(np.zeros(tuple(trace.source.shape)), trace.source) if gradient is None else gradient
+        nothing = np.zeros(tuple(trace.source.shape))
+        return self._numbers.like(nothing, trace.source) if pulled[1] is None else pulled[1]
 
     def cotangents(self) -> Mapping[Op, CotangentSizes] | None:
         """Pull back the gradient of the target's elements.
@@ -112,7 +155,12 @@ class Replay:
             return value in alive
 
         with self._trace.following():
-            spread_masks(self._ops, masks, numbers)
+            for op in self._ops:
+                if any(value in masks for value in op.inputs):
+                    dependent = dependent_outputs(op, [masks.get(value) for value in op.inputs], numbers)
+                    pairs = [pair for pair in zip(op.outputs, dependent, strict=False) if pair[1].any()]
+                    # What is true everywhere takes no memory.
+                    masks.update({n: np.broadcast_to(True, mask.shape) if mask.all() else mask for n, mask in pairs})
             readers = [op for op in self._ops if not masks.keys().isdisjoint(op.inputs)]
             moving = len(masks) > len(self._sources)
             if moving and pull_cotangents(readers, self._connected, self._seed(), numbers, see=see) is None:
@@ -151,28 +199,24 @@ class Replay:
         trace, numbers = self._trace, self._numbers
         needed = DataPath(trace.graph).to_target
         ops = [op for op in self._ops if op.results and not needed.isdisjoint(op.outputs)]
-        last_use = {value: op for op in ops for value in op.inputs if value != trace.graph.target}
+        last_use = {value: op for op in ops for value in op.inputs}
+        values: dict[int, Tensor] = {}
+
+        def widen(op: Op) -> Op:
+            wide = self._widen(op, values)
+            values.update(zip(op.outputs, wide.results, strict=True))
+            for value in [value for value in op.inputs if last_use[value] is op]:
+                values.pop(value, None)
+            return wide
+
         try:
             with trace.following(), numbers.in_float64():
                 source = numbers.widen(trace.source)
-                tangent = numbers.at(source, self._wrt, uneven_weights(len(self._wrt)))
-                values: dict[int, Tensor] = dict.fromkeys(self._sources, source)
-                tangents: dict[int, Tensor] = dict.fromkeys(self._sources, tangent)
-                for op in ops:
-                    wide = self._widen(op, values)
-                    arriving = [tangents.get(value) for value in op.inputs]
-                    moving = any(t is not None for t in arriving) and not self._connected.isdisjoint(op.outputs)
-                    leaving = wide.jvp(arriving) if moving else ()
-                    values.update(zip(op.outputs, wide.results, strict=True))
-                    pairs = [(n, t) for n, t in zip(op.outputs, leaving, strict=False) if n in self._connected]
-                    tangents.update({n: t for n, t in pairs if t is not None and numbers.size(t) != 0})
-                    for value in [value for value in op.inputs if last_use.get(value) is op]:
-                        values.pop(value, None)
-                        tangents.pop(value, None)
-                    if not tangents:
-                        return 0.0
-                reached = tangents.get(trace.graph.target)
-                return 0.0 if reached is None else float(np.abs(numbers.array(reached).reshape(-1)[self._of]).max())
+                values.update(dict.fromkeys(self._sources, source))
+                pushed = self._push(ops, source, widen)
+                if pushed is None:
+                    return None
+                return 0.0 if pushed[1] is None else float(np.abs(self._floats(pushed[1]).reshape(-1)[self._of]).max())
         except Exception:  # it is made for another precision
             return None
 
@@ -208,7 +252,7 @@ class Replay:
                 if op.results and not values.keys().isdisjoint(op.inputs):
                     values.update(zip(op.outputs, self._run_again(op, values, wide).results, strict=True))
             target = values.get(trace.graph.target, trace.target)
-            return numbers.array(target).astype(np.float64).reshape(-1)[self._of]
+            return self._floats(target).reshape(-1)[self._of]
 
     def _seed(self) -> dict[int, Tensor]:
         trace = self._trace
@@ -229,38 +273,6 @@ def finite_flags(op: Op, numbers: Numbers) -> FiniteFlags:
         )
         undefined = small and not any(np.isinf(x).any() for x in results)
     return FiniteFlags(inputs, outputs, bool(overflows), undefined)
-
-
-def push_tangents(
-    ops: Sequence[Op], connected: Collection[int], tangents: dict[int, Tensor], numbers: Numbers, target: int
-) -> dict[Op, TangentSizes] | None:
-    """Push tangents through the operations, up to that of a target; return their sizes at each operation.
-
-    Others are dropped after their last use.
-    """
-    sizes: dict[Op, TangentSizes] = {}
-    last_use = {value: op for op in ops for value in op.inputs if value != target}
-    for op in ops:
-        pairs = zip(op.inputs, op.operands, strict=False)
-        arriving = [tangents.get(value) if numbers.is_differentiable(x) else None for value, x in pairs]
-        at_inputs = worst(numbers.size(t) for t in arriving if t is not None)
-        if at_inputs == 0 or not op.operands:
-            continue
-        live = [value in connected for value in op.outputs[: len(op.results)]]
-        leaving: Sequence[Tensor | None] = ()
-        if any(live):
-            try:
-                leaving = op.jvp(arriving)
-            except Exception:  # it has no rule
-                return None
-        reached = {n: t for n, t, passes in zip(op.outputs, leaving, live, strict=False) if passes and t is not None}
-        for value in {value for value in op.inputs if last_use.get(value) is op}:
-            tangents.pop(value, None)
-        tangents.update(reached)
-        at_outputs = worst(map(numbers.size, reached.values()))
-        cause = why_nothing_leaves(op, arriving, numbers, at_outputs != 0) if any(live) and at_inputs > 0 else None
-        sizes[op] = TangentSizes(at_inputs, at_outputs, cause)
-    return sizes
 
 
 def pull_cotangents(
@@ -356,16 +368,6 @@ def _broadcast(a: np.ndarray, b: np.ndarray) -> Sequence[np.ndarray] | None:
         return np.broadcast_arrays(a, b)
     except ValueError:
         return None
-
-
-def spread_masks(ops: Sequence[Op], masks: dict[int, np.ndarray], numbers: Numbers) -> None:
-    """Add masks of the elements of other values that can move with those in `masks`, at some numbers."""
-    for op in ops:
-        if any(value in masks for value in op.inputs):
-            dependent = dependent_outputs(op, [masks.get(value) for value in op.inputs], numbers)
-            for value, mask in zip(op.outputs, dependent, strict=False):
-                if mask.any():
-                    masks[value] = np.broadcast_to(True, mask.shape) if mask.all() else mask  # which takes no memory
 
 
 def mask_at(like: Tensor, positions: np.ndarray) -> np.ndarray:
