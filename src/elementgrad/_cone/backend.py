@@ -68,3 +68,7 @@ class ConeBackend(ABC):
     @abstractmethod
     def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> RecordedProgram:
         """Record a function; raise `NoConeError` if that cannot be done, or has more operations than the limit."""
+
+    @abstractmethod
+    def is_recorded(self, x: Any) -> bool:
+        """Return True for a tensor of a recording, which has no numbers."""

@@ -234,6 +234,8 @@ class Lookup(AxisMap):
         return (Interval(int(first.min()), int(last.max()) + 1) if first.size else Interval(0, 0),)
 
     def reach(self, operand: Intervals) -> Box:
+        if not self.first.ndim:
+            return ()
         touched = np.nonzero((self.last >= operand[0].start) & (self.first < operand[0].stop))
         if not len(touched[0]) or not operand[0].size:
             return tuple([Interval(0, 0)] * self.first.ndim)

@@ -120,6 +120,11 @@ class ConeStep:
     needs: Sequence[Box | None]
     boxes: Sequence[Box | None]
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no element of a result is needed, but for its shape: nothing is computed then."""
+        return all(box is None or is_empty(box) for box in self.boxes)
+
 
 @dataclass
 class Cone:
@@ -147,6 +152,10 @@ def plan_need(ops: Sequence[ProgramOp], of: ProgramValue, box: Box) -> Cone:
     for op in reversed(ops):
         boxes = [None if result is None else needed.get(result) for result in op.results]
         if boxes.count(None) == len(boxes):
+            continue
+        step = ConeStep(op, [None] * len(op.operands), boxes)
+        if step.is_empty:
+            steps.append(step)
             continue
         needs = op.rule.needs(boxes)
         used: list[Box | None] = []

@@ -232,6 +232,11 @@ class BoundCall:
         return self.backend.names.model(self.function, self._roots if own is None else {"": own} | self._roots)
 
     @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments by name."""
+        return self._bound.arguments
+
+    @property
     def is_model(self) -> bool:
         """True if the function is a model, or is given one."""
         return bool(self._roots) or registry.backend_of_model(self.function) is not None

@@ -19,7 +19,9 @@ from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad._backends.base import Backend, DtypeRange, Kind
 from elementgrad._backends.jax._compat import core, local_settings, restore_local_settings
 from elementgrad._backends.jax.autodiff import JaxLinearization
+from elementgrad._backends.jax.compile_cache import can_compile
 from elementgrad._backends.jax.names import JaxNames
+from elementgrad._backends.reachable_state import ReachableState
 from elementgrad._cleanup import safe_context
 from elementgrad._place.edit import EditBackend
 from elementgrad._place.selection import Selection
@@ -141,7 +143,13 @@ class JaxBackend(Backend):
         return jnp.broadcast_to(x, shape)
 
     def linearize(self, run: TensorFunction, inputs: Sequence[Array], create_graph: bool, order: int) -> Linearization:
-        return JaxLinearization.of(run, inputs)
+        if not can_compile(inputs):  # the tensors of an enclosing transformation are the user's
+            return JaxLinearization.of(run, inputs)
+        state = ReachableState(run.function)
+        try:
+            return JaxLinearization.of(run, inputs)
+        finally:
+            state.restore(lambda x: isinstance(x, jax.core.Tracer))
 
     def itemsize(self, x: Array) -> int:
         return x.dtype.itemsize

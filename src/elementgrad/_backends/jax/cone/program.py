@@ -392,5 +392,8 @@ class JaxCone(ConeBackend):
     def record(self, run: TensorFunction, inputs: Sequence[Array | None], limit: int | None) -> JaxProgram:
         return JaxProgram(run, inputs, limit)
 
+    def is_recorded(self, x: Any) -> bool:
+        return isinstance(x, jax.core.Tracer)
+
 
 implementation = JaxCone()

@@ -300,7 +300,11 @@ def run_cone(
             None if need is None else cut(held[value], need, cone.needed[value])
             for value, need in zip(step.op.operands, step.needs, strict=True)
         ]
-        results = step.op.rule.run(regions, step.needs, step.boxes)
+        if step.is_empty:
+            pairs = zip(step.op.results, step.boxes, strict=True)
+            results: Any = [None if box is None else tf.zeros(sizes(box), value.dtype) for value, box in pairs]
+        else:
+            results = step.op.rule.run(regions, step.needs, step.boxes)
         for made, result, part in zip(step.op.results, results, step.boxes, strict=True):
             if made is None or part is None:
                 continue
@@ -667,6 +671,9 @@ class TensorflowCone(ConeBackend):
 
     def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> TensorflowProgram:
         return TensorflowProgram(run, inputs, limit)
+
+    def is_recorded(self, x: Any) -> bool:
+        return tf.is_symbolic_tensor(x)
 
 
 implementation = TensorflowCone()

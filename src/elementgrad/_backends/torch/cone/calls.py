@@ -1,7 +1,7 @@
 """Calls of PyTorch operations, with values of a recorded program in place of tensors."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,16 +98,18 @@ class RecordedCall(TorchCall):
 class CustomCall(TorchCall):
     """A call of a user's own `autograd.Function`, whose backward is the derivative."""
 
-    def __init__(self, apply: Callable[..., Any], leaves: Sequence[Any], grad: bool):
+    def __init__(self, apply: Callable[..., Any], leaves: Sequence[Any], grad: bool, written: Collection[int]):
         self.leaves = leaves
         self.grad = grad
+        self._written = written
+        """The positions of the arguments that are written to."""
         self.slots = [slot for slot, leaf in enumerate(leaves) if isinstance(leaf, ProgramValue)]
         self._apply = apply
 
     def __call__(self, *tensors: Tensor) -> Any:
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, tensors, strict=True):
-            leaves[slot] = tensor
+            leaves[slot] = tensor.clone() if slot in self._written else tensor
         return self._apply(*leaves)
 
     def run(self, *tensors: Tensor) -> list[Tensor]:

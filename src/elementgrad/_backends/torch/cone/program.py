@@ -22,7 +22,7 @@ from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import materialize
 from elementgrad._backends.torch.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.torch.cone.calls import CustomCall, RecordedCall, flatten_call, unflatten_call
-from elementgrad._backends.torch.cone.rules import DECOMPOSED, draw, find_rule, is_random
+from elementgrad._backends.torch.cone.rules import DECOMPOSED, draw, find_rule, is_random, known_value
 from elementgrad._backends.torch.isolate import (
     add_hook,
     enter_mode,
@@ -70,6 +70,11 @@ START_SECONDS = 1e-3
 """The time that a recording takes beside its operations, roughly."""
 
 
+PHYSICAL = {"_conj": torch.ops.aten.conj_physical.default, "_neg_view": torch.ops.aten.neg.default}
+"""Views that only set a flag on a tensor, which no recorded tensor has: what they do to the numbers."""
+
+
+WRITES_TO_CONSTANT = "the function writes to a tensor that it was given or holds"
 CONSTANT_CHANGED = (
     "a tensor that this read needs was changed in place since the function was recorded, as an optimizer does; make "
     "the Jacobian anew, or write to a clone of it"
@@ -181,7 +186,7 @@ class Refusal(TorchFunctionMode):
         if self._recorder.functionalized:
             for x in _compat.tree_leaves((args, kwargs)):
                 traced = isinstance(x, Tensor) and _compat.is_functional_tensor(x) and x.grad_fn is not None
-                if traced and not self._recorder.value_of(x).differentiable:
+                if traced and self._recorder.lacks_gradient(self._recorder.value_of(x)):
                     raise NoConeError("a tensor is written to without its gradient")
         if func in LEAVING:
             raise NoConeError("values leave PyTorch")
@@ -208,6 +213,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         self.versions: dict[ProgramValue, tuple[Tensor, int | None]] = {}
         """The tensors of constants, and how many writes each had counted; the constants count none themselves."""
         self.status = RecordingStatus()
+        self._inputs: set[ProgramValue] = set()
         self._constants: dict[int, ProgramValue] = {}
         self._metas: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # ids are only unique while the tensors live
@@ -220,7 +226,14 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         value = ProgramValue(tuple(x.shape), x.detach(), dtype=x.dtype, differentiable=x.is_floating_point())
         self.versions[value] = x, version_of(x)
+        self._inputs.add(value)
         return LazyTensor(meta, value, x.device, self.status)
+
+    def lacks_gradient(self, value: ProgramValue) -> bool:
+        """Return True for a value of the inputs that no gradient flows through."""
+        if value.differentiable:
+            return False
+        return any(operand in self._inputs for op in _ops_behind(value) for operand in op.operands)
 
     def value_of(self, x: Tensor) -> ProgramValue:
         x = _compat.from_functional(x) if self.functionalized else x
@@ -266,14 +279,20 @@ class ProgramRecorder(_compat.PlainDispatchMode):
             with self:
                 return func(*args, **kwargs)
         call = RecordedCall(
-            func, [self.value_of(x) if isinstance(x, Tensor) else x for x in leaves], layout, torch.is_grad_enabled()
+            PHYSICAL.get(name, func),
+            [self.value_of(x) if isinstance(x, Tensor) else x for x in leaves],
+            layout,
+            torch.is_grad_enabled(),
         )
         written = _compat.written_arguments(func, args, kwargs)
         if is_random(func):
             self._draw(call, name)
         if written:
             self._check_write(func, name, written, call)
-        made = self._find_shapes(func, name, leaves, layout, call, written)
+        if name in PHYSICAL:
+            made = self._meta_of(args[0]).detach()
+        else:
+            made = self._find_shapes(func, name, leaves, layout, call, written)
         flat, structure = _compat.tree_flatten(made)
         op = self._note(name, call, flat)
         if written:
@@ -284,22 +303,33 @@ class ProgramRecorder(_compat.PlainDispatchMode):
             y if value is None else LazyTensor(y, value, device, self.status)
             for y, value in zip(flat, op.results, strict=True)
         ]
+        if self.functionalized and call.slots and not any(isinstance(x, LazyTensor) for x in leaves):
+            if not _compat.returns_views(func):
+                # PyTorch leaves tensors that are made of constants alone as they are, and they could not be written to.
+                lazies = [_compat.to_functional(y) if isinstance(y, LazyTensor) else y for y in lazies]
         if _compat.returns_views(func):
             for lazy in lazies:
                 if isinstance(lazy, LazyTensor):
                     self._views.setdefault(_compat.storage_key(lazy.meta), []).append(ref(lazy))
         return _compat.tree_unflatten(lazies, structure)
 
-    def note_custom(self, apply: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Note a call of a user's own rule in place of what it did."""
+    def note_custom(self, apply: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call a user's own rule, and note the call in place of what it does."""
         leaves = [self.value_of(x) if isinstance(x, Tensor) else x for x in args]
+        result = apply(*args)
         lazies = [y for y in _compat.tree_leaves(result) if isinstance(y, LazyTensor)]
-        call = CustomCall(apply, leaves, torch.is_grad_enabled())
+        written = {
+            slot for slot, x in enumerate(args) if isinstance(x, Tensor) and self.value_of(x) is not leaves[slot]
+        }
+        if any(all(args[slot] is not y for y in lazies) for slot in written):
+            raise NoConeError("an autograd.Function writes to an argument that it does not return")
+        call = CustomCall(apply, leaves, torch.is_grad_enabled(), written)
         op = self._note("autograd.Function", call, lazies)
         for lazy, value in zip(lazies, op.results, strict=True):
             assert value is not None
             lazy.value = value
             self.custom_nodes.add(lazy.grad_fn)
+        return result
 
     def _note(self, name: str, call: Any, made: Sequence[Any]) -> ProgramOp:
         if name.startswith("embedding_renorm"):
@@ -359,11 +389,14 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         if isinstance(target, LazyTensor):
             # No frame may hold the views: in PyTorch 2.8, an error that keeps some of them alive and passes a recurrent
             # layer, which is written in C++, ends the process.
-            views = self._views.get(_compat.storage_key(target.meta), ())
+            memory = _compat.storage_key(target.meta)
+            if any(_compat.storage_key(meta) == memory for meta in self._metas.values()):
+                raise NoConeError(WRITES_TO_CONSTANT)
+            views = self._views.get(memory, ())
             if _compat.changes_shape(func) or any(view() is not None for view in views):
                 raise AliasedWriteError
         elif target.is_floating_point():
-            raise NoConeError("the function writes to a tensor that it was given or holds")
+            raise NoConeError(WRITES_TO_CONSTANT)
         call.writes = True
         if not call.grad and target.requires_grad and not _compat.is_pointwise(func):
             raise NoConeError(f"{name} writes without gradients to a tensor that has some")
@@ -376,7 +409,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         call.random_state = torch.get_rng_state()
         # The values of what is filled, or only looked at for its shape, do not matter; those of other operands do.
         first = 1 if name.endswith(("_", "_like")) else 0
-        if any(call.leaves[slot].constant is None for slot in call.slots[first:]):
+        if any(known_value(call.leaves[slot]) is None for slot in call.slots[first:]):
             raise NoConeError(f"{name} draws random numbers that depend on computed values")
         if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
             raise NoConeError(f"{name} draws random numbers from its own generator")
@@ -418,13 +451,11 @@ def _note_custom_rules(recorder: ProgramRecorder) -> Iterator[None]:
     def note(apply: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.functionalized:
             raise NoConeError("an autograd.Function is combined with writes to views")
-        if not any(isinstance(x, LazyTensor) for x in args):
+        if kwargs or not any(isinstance(x, LazyTensor) for x in args):
             return apply(*args, **kwargs)
         if cls.__name__ == "BackwardHookFunction":
             raise NoConeError("a module has a backward hook")
-        result = apply(*args, **kwargs)
-        recorder.note_custom(apply, args, result)
-        return result
+        return recorder.note_custom(apply, args)
 
     with _compat.replace_function_apply(note):
         yield
@@ -594,6 +625,9 @@ class TorchCone(ConeBackend):
     def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> TorchProgram:
         return TorchProgram(run, inputs, limit)
 
+    def is_recorded(self, x: Any) -> bool:
+        return isinstance(x, LazyTensor)
+
 
 implementation = TorchCone()
 
@@ -630,6 +664,10 @@ def run_cone(
 
 
 def _run_step(step: Any, needed: Mapping[ProgramValue, Box], held: Mapping[ProgramValue, Tensor], grad: bool) -> Any:
+    if step.is_empty:
+        pairs = zip(step.op.results, step.boxes, strict=True)
+        device = next((x.device for x in held.values()), None)
+        return [None if box is None else torch.empty(sizes(box), dtype=y.dtype, device=device) for y, box in pairs]
     regions: list[Tensor | None] = []
     for value, need in zip(step.op.operands, step.needs, strict=True):
         if need is None:

@@ -44,9 +44,10 @@ def draw(call: Any) -> list[Tensor]:
     """Run an operation that draws random numbers, on tensors whose values do not matter."""
     values = [call.leaves[slot] for slot in call.slots]
     with torch.no_grad():
+        known = [known_value(value) for value in values]
         tensors = [
-            torch.empty(value.shape, dtype=value.dtype) if value.constant is None else value.constant.clone()
-            for value in values
+            torch.empty(value.shape, dtype=value.dtype) if numbers is None else numbers.clone()
+            for value, numbers in zip(values, known, strict=True)
         ]
         return [y for y in call.run(*tensors) if isinstance(y, Tensor)]
 

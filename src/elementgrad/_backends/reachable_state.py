@@ -1,0 +1,253 @@
+"""Finds what a recording left in the user's objects, and takes it out again.
+
+While a function is recorded it computes tensors that have no numbers. It may put one into a cache: a dict, an attribute,
+a global, an `lru_cache`. `ReachableState` saves the containers that a function can reach before it is recorded. Those
+that hold a recorded tensor afterwards are restored; what else the function changed stays as it is.
+"""
+
+import gc
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+MAX_OBJECTS = 20_000
+"""So many objects are looked at; a function that reaches more is searched in part."""
+MAX_DEPTH = 4
+"""So deep are the values of a container searched for recorded tensors."""
+ATOMS = (str, bytes, int, float, complex, type(None), ModuleType, CodeType, range, slice)
+MISSING = object()
+
+IsRecorded = Callable[[Any], bool]
+Items = dict[Any, Any]
+
+
+class ReachableState:
+    """The containers, variables and caches that a function and its arguments can reach."""
+
+    def __init__(self, *roots: Any):
+        self._seen: dict[int, Any] = {}
+        self._saved: list[_Saved] = []
+        self._package = _package_of(roots[0])
+        ahead = list(roots)
+        while ahead and len(self._seen) < MAX_OBJECTS:
+            x = ahead.pop()
+            if id(x) not in self._seen and not isinstance(x, ATOMS) and not _is_array(x):
+                self._seen[id(x)] = x  # an id is only its own while the object lives
+                ahead += self._look_into(x)
+
+    def restore(self, is_recorded: IsRecorded) -> bool:
+        """Restore all that holds a recorded tensor; return True if something did."""
+        return any([saved.restore(is_recorded) for saved in self._saved])
+
+    def _look_into(self, x: Any) -> Iterable[Any]:
+        """Save an object that can be changed, and return the objects that it holds."""
+        if isinstance(x, (dict, list, deque, set)):
+            self._saved.append(_SavedContainer(x))
+            return list(x.values()) if isinstance(x, dict) else list(x)
+        if isinstance(x, (tuple, frozenset)):
+            return x
+        if isinstance(x, MethodType):
+            return x.__self__, x.__func__
+        if isinstance(x, partial):
+            return x.func, x.args, x.keywords
+        module = _module_of(x)
+        users = _is_users_module(module) or _package(module) == self._package
+        own = getattr(x, "__dict__", None)
+        held: list[Any] = [getattr(x, "__wrapped__", None)] if users else []
+        if isinstance(x, type):
+            if users:
+                self._saved.append(_SavedAttributes(x))
+                held += dict(own or {}).values()
+            return held
+        if users and isinstance(x, FunctionType):
+            names = set(_names_in(x.__code__))
+            cells = x.__closure__ or ()
+            self._saved += [_SavedGlobals(x.__globals__, names), *map(_SavedCell, cells)]
+            held += [x.__globals__.get(name) for name in names]
+            held += [*_contents(cells), x.__defaults__, x.__kwdefaults__]
+        elif users and hasattr(x, "cache_clear") and hasattr(x, "cache_info"):
+            self._saved.append(_SavedCache(x))
+        if isinstance(own, dict) and (users or not _is_of_python(module)):
+            self._saved.append(_SavedContainer(own))
+            held += [*own.values(), type(x)]
+        return held
+
+
+FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "equinox", "transformers", "elementgrad")
+"""Packages whose functions keep no tensors of the user's; the objects that they make may."""
+
+
+def _module_of(x: Any) -> str:
+    module = getattr(x, "__module__", None)
+    return module if isinstance(module, str) else type(x).__module__
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _package_of(function: Any) -> str | None:
+    package = _package(_module_of(function))
+    return None if package in FRAMEWORKS or _is_of_python(package) else package
+
+
+def _is_array(x: Any) -> bool:
+    kind = type(x)
+    return hasattr(kind, "shape") and hasattr(kind, "dtype")
+
+
+@cache
+def _is_of_python(module: str) -> bool:
+    """Return True for a module of Python's own library."""
+    return module == "builtins" or _package(module) in sys.stdlib_module_names and module != "__main__"
+
+
+@cache
+def _is_users_module(name: str) -> bool:
+    """Return True for a module that is neither of Python itself nor installed."""
+    if _is_of_python(name) or _package(name) in FRAMEWORKS:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or not file.startswith(tuple(sysconfig.get_paths().values()))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function and in those that are defined inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
+    for cell in cells:
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+def _holds_recorded(x: Any, is_recorded: IsRecorded, depth: int = MAX_DEPTH) -> bool:
+    if is_recorded(x):
+        return True
+    if isinstance(x, ATOMS) or not depth:
+        return False
+    inside: Any = ()
+    if isinstance(x, dict):
+        inside = list(x.values())
+    elif isinstance(x, (list, tuple, set, frozenset, deque)):
+        inside = list(x)
+    elif isinstance(getattr(x, "__dict__", None), dict):
+        inside = list(vars(x).values())
+    return any(_holds_recorded(each, is_recorded, depth - 1) for each in inside)
+
+
+class _Saved:
+    """Something that can be changed, as it was."""
+
+    def changes(self) -> Iterable[Any]:
+        """Return the values that it did not hold before."""
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        raise NotImplementedError
+
+    def restore(self, is_recorded: IsRecorded) -> bool:
+        found = any(_holds_recorded(x, is_recorded) for x in self.changes())
+        if found:
+            self.undo()
+        return found
+
+
+class _SavedContainer(_Saved):
+    def __init__(self, container: Any):
+        self._container = container
+        self._before: Any = dict(container) if isinstance(container, dict) else list(container)
+
+    def changes(self) -> Iterable[Any]:
+        now, before = self._container, self._before
+        if isinstance(now, dict):
+            return [value for key, value in list(now.items()) if before.get(key, MISSING) is not value]
+        known = set(map(id, before))
+        return [value for value in list(now) if id(value) not in known]
+
+    def undo(self) -> None:
+        self._container.clear()
+        add = self._container.extend if isinstance(self._container, (list, deque)) else self._container.update
+        add(self._before)
+
+
+class _SavedGlobals(_Saved):
+    """Some of the globals of a module."""
+
+    def __init__(self, items: Items, names: Iterable[str]):
+        self._items, self._before = items, {name: items.get(name, MISSING) for name in names}
+
+    def _changed(self) -> Items:
+        return {n: self._items.get(n, MISSING) for n, x in self._before.items() if self._items.get(n, MISSING) is not x}
+
+    def changes(self) -> Iterable[Any]:
+        return self._changed().values()
+
+    def undo(self) -> None:
+        for name in self._changed():
+            if self._before[name] is MISSING:
+                del self._items[name]
+            else:
+                self._items[name] = self._before[name]
+
+
+class _SavedAttributes(_Saved):
+    """The attributes of a class."""
+
+    def __init__(self, cls: type):
+        self._class, self._before = cls, dict(vars(cls))
+
+    def _changed(self) -> Items:
+        return {n: x for n, x in dict(vars(self._class)).items() if self._before.get(n, MISSING) is not x}
+
+    def changes(self) -> Iterable[Any]:
+        return self._changed().values()
+
+    def undo(self) -> None:
+        for name in self._changed():
+            if name in self._before:
+                setattr(self._class, name, self._before[name])
+            else:
+                delattr(self._class, name)
+
+
+class _SavedCell(_Saved):
+    """A variable that a function shares with the one around it."""
+
+    def __init__(self, cell: CellType):
+        self._cell, self._before = cell, list(_contents([cell]))
+
+    def changes(self) -> Iterable[Any]:
+        return [x for x in _contents([self._cell]) if not self._before or self._before[0] is not x]
+
+    def undo(self) -> None:
+        if self._before:
+            self._cell.cell_contents = self._before[0]
+        else:
+            del self._cell.cell_contents
+
+
+class _SavedCache(_Saved):
+    """An `lru_cache`, which is emptied: its function fills it again with the same values."""
+
+    def __init__(self, function: Any):
+        self._function, self._before = function, function.cache_info()
+
+    def changes(self) -> Iterable[Any]:
+        if self._function.cache_info().misses == self._before.misses:
+            return []
+        # Its results are only seen by the garbage collector: one by one, or in a dict where their number has no limit.
+        return gc.get_referents(self._function)
+
+    def undo(self) -> None:
+        self._function.cache_clear()
