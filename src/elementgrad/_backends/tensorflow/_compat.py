@@ -219,6 +219,9 @@ def variable_inside(variable: Any) -> Any:
 
 def trained_variables(optimizer: Any) -> list[Any]:
     """Return the variables that an optimizer of Keras was built for; `apply` without any takes these."""
+    # A LossScaleOptimizer of older versions of Keras leaves them to the optimizer that it wraps.
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
     return list(optimizer._trainable_variables)
 
 
