@@ -292,9 +292,37 @@ def test_layers_keep_nothing_of_a_recording():
     assert all(isinstance(y.numpy(), np.ndarray) for y in model.seen)
 
 
+def test_models_may_hold_their_layers_in_a_tuple():
+    class Stacked(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = layers.Conv2D(3, 3), layers.Conv2D(2, 3)
+
+        def call(self, x: Any) -> Any:
+            for layer in self.parts:
+                x = layer(x)
+            return x
+
+    model, x = Stacked(), image(9)
+    by_cone, plain = (eg.grad(model, x, of="output[0, 2, 2, 1]", cone=cone) for cone in (True, False))
+    np.testing.assert_allclose(by_cone, plain, rtol=1e-12)
+
+
 def test_maps_over_rows_are_followed():
     x = tf.constant(np.random.default_rng(0).normal(size=(4, 6)))
     f = lambda x: tf.map_fn(lambda row: tf.cumsum(row) * row, x)  # noqa: E731
+    by_cone, plain = (eg.grad(f, x, of="output[1, 2]", cone=cone) for cone in (True, False))
+    np.testing.assert_allclose(by_cone, plain, rtol=1e-12)
+
+
+def test_loops_and_branches_may_use_tensors_around_the_function():
+    numbers = np.random.default_rng(0)
+    x, weight = tf.constant(numbers.normal(size=(3, 4))), tf.constant(numbers.normal(size=(4, 4)))
+
+    def f(x: Any) -> Any:
+        _, x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, tf.tanh(x @ weight)), (0, x * 2))
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: x @ weight, lambda: weight[0] * x)
+
     by_cone, plain = (eg.grad(f, x, of="output[1, 2]", cone=cone) for cone in (True, False))
     np.testing.assert_allclose(by_cone, plain, rtol=1e-12)
 

@@ -8,18 +8,23 @@ recorded. Those that hold a recorded tensor afterwards are restored; what else t
 import gc
 import sys
 import sysconfig
-from collections import deque
+import threading
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from inspect import getattr_static
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 MAX_OBJECTS = 20_000
 """So many objects are looked at; a function that reaches more is searched in part."""
 MAX_DEPTH = 4
 """So deep are the values of a container searched for recorded tensors."""
 ATOMS = (str, bytes, int, float, complex, type(None), ModuleType, CodeType, range, slice)
+HOLDERS = (SimpleNamespace, threading.local, WeakKeyDictionary, WeakValueDictionary, UserDict, UserList, ChainMap)
+"""Objects of Python's own library that hold what the user puts into them."""
 MISSING = object()
 
 IsRecorded = Callable[[Any], bool]
@@ -38,7 +43,7 @@ class ReachableState:
             x = ahead.pop()
             if id(x) not in self._seen and not isinstance(x, ATOMS) and not _is_array(x):
                 self._seen[id(x)] = x  # an id is only its own while the object lives
-                ahead += self._look_into(x)
+                ahead.extend(self._look_into(x))  # `+=` leaves it to a wrapped tuple, such as Keras makes, which fails
 
     def restore(self, is_recorded: IsRecorded) -> bool:
         """Restore all that holds a recorded tensor; return True if something did."""
@@ -74,9 +79,12 @@ class ReachableState:
             held += [*_contents(cells), x.__defaults__, x.__kwdefaults__]
         elif users and all(getattr_static(x, name, None) for name in ("cache_clear", "cache_info")):
             self._saved.append(_SavedCache(x))
-        if isinstance(own, dict) and (users or not _is_of_python(module)):
+        if isinstance(own, dict) and (users or isinstance(x, HOLDERS) or not _is_of_python(module)):
             self._saved.append(_SavedContainer(own))
             held += [*own.values(), type(x)]
+        if users and any("__slots__" in vars(cls) for cls in type(x).__mro__):
+            self._saved.append(_SavedAttributes(x))
+            held += _attributes_of(x).values()
         return held
 
 
@@ -205,23 +213,37 @@ class _SavedGlobals(_Saved):
 
 
 class _SavedAttributes(_Saved):
-    """The attributes of a class."""
+    """The attributes of a class, or those of an object that are in slots."""
 
-    def __init__(self, cls: type):
-        self._class, self._before = cls, dict(vars(cls))
+    def __init__(self, owner: Any):
+        self._owner, self._before = owner, _attributes_of(owner)
 
     def _changed(self) -> Items:
-        return {n: x for n, x in dict(vars(self._class)).items() if self._before.get(n, MISSING) is not x}
+        return {n: x for n, x in _attributes_of(self._owner).items() if self._before.get(n, MISSING) is not x}
 
     def changes(self) -> Iterable[Any]:
         return self._changed().values()
 
     def undo(self) -> None:
+        kind: Any = type if isinstance(self._owner, type) else object  # a frozen object has a method that refuses
         for name in self._changed():
             if name in self._before:
-                setattr(self._class, name, self._before[name])
+                kind.__setattr__(self._owner, name, self._before[name])
             else:
-                delattr(self._class, name)
+                kind.__delattr__(self._owner, name)
+
+
+def _attributes_of(x: Any) -> Items:
+    """Return the attributes of a class, or those of another object that are in slots."""
+    if isinstance(x, type):
+        return dict(vars(x))
+    found = {}
+    for cls in type(x).__mro__:
+        for name, slot in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # not filled yet
+                    found[name] = slot.__get__(x)
+    return found
 
 
 class _SavedCell(_Saved):

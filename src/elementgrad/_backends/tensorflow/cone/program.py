@@ -557,8 +557,9 @@ class _Builder:
                     raise NoConeError("a named parameter is read inside a loop or a branch")
                 if x.dtype == tf.resource and id(x) in self._written:
                     raise NoConeError("a loop reads a variable that is written to")
-        # Constants stay inside: the shapes of lists must be known there.
-        inputs = [x for x in node.inputs if x.op.type != "Const"]
+        # Constants stay inside: the shapes of lists must be known there. So do eager tensors that the function closes
+        # over, which `prune` feeds itself.
+        inputs = [x for x in node.inputs if x.op.type != "Const" and id(x) not in self._captured]
         call = ClusterCall(self._trace.function.prune(inputs, node.outputs))
         self._note(node.ops[-1], "loop or branch", [env[id(x)] for x in inputs], node.outputs, call, env)
 
