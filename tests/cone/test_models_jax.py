@@ -277,6 +277,25 @@ def test_constants_that_change_between_calls_are_those_of_the_call():
             np.testing.assert_array_equal(eg.grad(f, x, of=of, cone=True), jax.jacobian(f)(x)[place])
 
 
+@jax.custom_vjp
+def last_rows(x):
+    return lax.dynamic_slice(x, (jnp.argmax(x),), (4,))
+
+
+last_rows.defvjp(lambda x: (last_rows(x), x), lambda x, g: (g.sum() * x,))
+
+
+@pytest.mark.parametrize("rows", [lambda x: lax.dynamic_slice(x, (jnp.argmax(x),), (4,)), last_rows])
+def test_slices_that_would_leave_the_array_are_moved_inside(rows):
+    x = jnp.sin(jnp.arange(14.0)).at[12].set(9.0)
+    f = lambda x: jnp.sin(rows(x))  # noqa: E731
+    for place in range(4):
+        of = eg.at("output")[place]
+        np.testing.assert_allclose(eg.value(f, x, of=of, cone=True), jnp.sin(x[10 + place]), rtol=1e-6)
+        plain = jax.grad(lambda x, place=place: f(x)[place])(x)
+        np.testing.assert_allclose(eg.grad(f, x, of=of, cone=True), plain, rtol=1e-6)
+
+
 @jax.custom_jvp
 def swapped(x):
     """Two rows in the middle change places, and the derivative is no derivative."""

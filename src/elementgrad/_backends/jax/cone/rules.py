@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from elementgrad._backends.jax._compat import jaxprs_in_params
 from elementgrad._backends.jax.program import bind
 from elementgrad._backends.jax.sparsity import ELEMENTWISE
 from elementgrad._cone.boxes import Shape
@@ -113,6 +114,8 @@ class WholeRule(OpaqueRule, RegionRule):
 
     def run(self, regions: Any, needs: Any, boxes: Any) -> list[Any]:
         results = bind(self._op.details, [region.array for region in regions])
+        if self._op.name == "dynamic_slice" or next(jaxprs_in_params(self._op.details.params), None):
+            results = [_apart(y) for y in results]
         return [
             None if target is None else cut(PlacedRegion(y, (0,) * y.ndim), target.starts, target.sizes)
             for y, target in zip(results, boxes, strict=True)
@@ -120,6 +123,19 @@ class WholeRule(OpaqueRule, RegionRule):
 
 
 # Parts of regions
+
+
+@jax.custom_jvp
+def _apart(x: Array) -> Array:
+    """Return an array of which XLA does not merge the parts with what computes it.
+
+    XLA makes one dynamic slice of two and adds their starts, but a start that lies too far has to be moved inside before
+    that: it reads other elements then. The starts of ours are inside, and those of the user may not be.
+    """
+    return lax.optimization_barrier(x)
+
+
+_apart.defjvp(lambda primals, tangents: (_apart(*primals), *tangents))  # type: ignore[no-untyped-call]
 
 
 def cut(region: PlacedRegion, starts: Starts, sizes: Shape) -> Array:
