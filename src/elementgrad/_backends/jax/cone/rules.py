@@ -129,8 +129,8 @@ class WholeRule(OpaqueRule, RegionRule):
 def _apart(x: Array) -> Array:
     """Return an array of which XLA does not merge the parts with what computes it.
 
-    XLA makes one dynamic slice of two and adds their starts, but a start that lies too far has to be moved inside before
-    that: it reads other elements then. The starts of ours are inside, and those of the user may not be.
+    XLA makes one dynamic slice of two and adds their starts. A start that lies too far has to be moved inside before
+    that, or other elements are read. The starts of ours are inside, and those of the user may not be.
     """
     return lax.optimization_barrier(x)
 
