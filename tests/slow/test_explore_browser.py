@@ -514,12 +514,14 @@ def test_an_error_of_the_model_takes_the_place_of_the_picture(opened):
         page.locator(".eg-slider input[type=number]").press("Enter")
     assert page.locator(".eg-centre .eg-readout").text_content() == "RuntimeError: out of luck"
     assert page.locator(".eg-answer > .eg-callout").text_content() == "RuntimeError: out of luck"
-    assert not page.locator("canvas.eg-canvas:visible, .eg-drivers table, .eg-element:visible").count()
+    assert not page.locator("canvas.eg-canvas:visible, .eg-drivers table, .eg-derivative").count()
     broken.clear()
     with new_answer(page):
-        page.get_by_role("button", name="Reset").click()
+        page.locator(".eg-slider input[type=number]").fill("0.25")
+        page.locator(".eg-slider input[type=number]").press("Enter")
     assert page.locator("canvas.eg-canvas:visible").count() == 2
     assert page.locator(".eg-drivers table").count() == 1
+    assert page.locator(".eg-derivative strong").is_visible()
 
 
 def test_of_many_tokens_there_is_one_for_each_row_of_cells(opened):

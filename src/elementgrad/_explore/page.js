@@ -117,6 +117,7 @@ class Picture {
     if (this.composite && tiles > 1) {
       notes.push(this.gradient ? `at each pixel the largest gradient of ${tiles} channels` : `${tiles} channels in one picture`);
     }
+    if (this.row.layout.kind === "tokens" && this.positions) notes.push("the tokens are those of these numbers");
     this.notes.textContent = notes.map((note) => note[0].toUpperCase() + note.slice(1)).join(". ");
     this.canvas.setAttribute("aria-label", `${this.options.label()}: ${scale.description}. ${notes.join(". ")}`);
     this.makeTools();
@@ -130,6 +131,7 @@ class Picture {
     Object.assign(this, { data: null, row: null, gradient: null, cursor: null, marked: null, field: null });
     this.app.keepFocus(this.element, () => {
       for (const element of [this.tools, this.chips, this.scale]) element.replaceChildren();
+      this.canvas.blur();
       this.canvas.hidden = true;
     });
     this.notes.textContent = "";
@@ -192,7 +194,7 @@ class Picture {
     const width = Math.max(120, (this.stage.clientWidth || 326) - 6), height = this.options.height();
     this.bars = rows === 1 && count === 1;
     const gap = count > 1 ? 6 : 0;
-    let across = 1, side = 0;
+    let across = 1, side = 0, rowsOfTiles = Infinity;
     if (this.bars) {
       const wide = Math.min(width, columns * 72);
       this.geometry = { across: 1, gap: 0, width: wide, height: columns === 1 ? 64 : 200, cell: [wide / columns, 0] };
@@ -200,7 +202,7 @@ class Picture {
       for (let tried = 1; tried <= count; tried += 1) {
         const down = Math.ceil(count / tried);
         const cell = Math.min((width - gap * (tried - 1)) / tried / columns, (height - gap * (down - 1)) / down / rows, 44);
-        if (cell > side) { side = cell; across = tried; }
+        if (cell > side || (cell === side && down < rowsOfTiles)) { side = cell; across = tried; rowsOfTiles = down; }
       }
       // Tiles that would be too small to be hit are as large as that, and the stage scrolls.
       if (count > 1 && side * Math.min(rows, columns) < 30) {
@@ -324,8 +326,8 @@ class Picture {
       const size = Math.max(1, Math.abs(part) * end * unit), margin = cell > 3 ? 1 : 0, wide = Math.max(0.75, cell - 2 * margin);
       const [red, green, blue] = this.colour(isFinite ? Math.sign(part) * end * (0.4 + 0.6 * Math.abs(part)) : value, end);
       context.fillStyle = `rgb(${red} ${green} ${blue})`;
-      const [top, tall] = isFinite ? [part < 0 ? zero : zero - size, size] : [1, height - space - 2];
-      if (value !== 0) context.fillRect(c * cell + margin, top, wide, tall);
+      const [y, tall] = isFinite ? [part < 0 ? zero : zero - size, size] : [1, height - space - 2];
+      if (value !== 0) context.fillRect(c * cell + margin, y, wide, tall);
     }
     if (space === 2) return;
     Object.assign(context, { fillStyle: this.app.style("--eg-faint"), font: "12px system-ui, sans-serif", textAlign: "center" });
@@ -633,7 +635,6 @@ class Picture {
     const [numbers, narrow, scale] = this.gradient ? [this.gradient, this.data.narrowGradient, this.data.gradientScale]
       : [this.values, this.data.narrow, this.data.scale];
     const size = (cell) => { const number = Math.abs(numbers[this.at(cell)]); return Number.isNaN(number) ? Infinity : number; };
-    const marked = this.cellOf(this.marked), isChosen = (cell) => !!marked && (row === null ? marked.c === cell.c : marked.r === cell.r);
     // One for each row of cells (where they are in a line, for each cell), with the text of its largest number.
     const cells = Array.from({ length: row === null ? this.size.columns : this.size.rows }, (_, place) => {
       if (row === null) return { t: 0, r: 0, c: place };
@@ -644,7 +645,7 @@ class Picture {
     this.chips.replaceChildren(...cells.map((cell) => {
       const index = this.indexOf(cell), value = numbers[this.at(cell)];
       const title = `${this.gradient ? "gradient of " : ""}${this.app.text(this.row, index)} = ${show(value, narrow)}`;
-      const pick = { "aria-pressed": String(isChosen(cell)), title, onclick: () => this.options.onPick(index) };
+      const pick = { "aria-pressed": String(!!this.marked && this.marked[axis] === index[axis]), title, onclick: () => this.options.onPick(index) };
       const chip = make("button", { type: "button", ...pick }, texts[index[axis]]);
       if (this.gradient || row !== null) {
         const [red, green, blue] = this.colour(value, scale.limit);
@@ -652,8 +653,9 @@ class Picture {
       }
       return chip;
     }));
-    const pressed = this.chips.querySelector("[aria-pressed=true]");  // the page itself stays where it is
-    if (pressed) this.chips.scrollTop = pressed.offsetTop - this.chips.offsetTop - this.chips.clientHeight / 2;
+    // Scroll to what is chosen, or to the chip that stands for it; the page itself stays where it is.
+    const marked = this.cellOf(this.marked), chip = marked && this.chips.children[row === null ? marked.c : marked.r];
+    this.chips.scrollTop = chip ? chip.offsetTop - this.chips.offsetTop - this.chips.clientHeight / 2 : 0;
     return undefined;
   }
 }
@@ -663,7 +665,7 @@ class Tree {
   constructor(app, onchoose) {
     Object.assign(this, { app, onchoose, query: "", thumbnails: new Map(), wanted: new Set() });
     this.search = make("input", {
-      type: "search", placeholder: "Search, or a[0, 3, 2]", "aria-label": "Search the names, or go to a place",
+      type: "search", maxLength: 500, placeholder: "Search, or a[0, 3, 2]", "aria-label": "Search the names, or go to a place",
       oninput: () => { this.query = this.search.value; this.draw(); },
     });
     this.search.addEventListener("keydown", (event) => {
@@ -719,7 +721,9 @@ class Tree {
       const nodes = this.app.start.names.map(({ name, kind }, tensor) => ({ title: name, path: `${kind} ${name}`, children: [], tensor, level: 1 }));
       const found = nodes.filter((node) => node.title.toLowerCase().includes(query));
       const left = found.splice(300).length;
-      if (left) found.push({ title: `${left} more; search for more of the name`, path: "more", children: [], level: 1 });
+      const say = (title) => found.push({ title, path: "more", children: [], level: 1 });
+      if (left) say(`${left} more; search for more of the name`);
+      if (!found.length) say("No name has this in it");
       return found;
     }
     const rows = [], visit = (node) => { rows.push(node); if (node.open) node.children.forEach(visit); };
@@ -972,7 +976,11 @@ class App {
     if (entries.length) this.clock = setTimeout(() => this.tell(), 250);
   }
 
-  complain(text) { this.alert.textContent = text; this.alertBox.hidden = false; }
+  complain(text) {
+    const [sentence, ...lines] = text.split("\n");  // those that follow point at a place with a ^
+    this.alert.replaceChildren(sentence, ...(lines.length ? [make("code", {}, ["", ...lines].join("\n"))] : []));
+    this.alertBox.hidden = false;
+  }
   say(text) {
     this.status.textContent = text;
     clearTimeout(this.saying);
@@ -1130,7 +1138,7 @@ class App {
     if (data.failed || this.drivers.dataset.source !== String(source)) this.swap(this.drivers);  // those of another tensor
     if (data.failed) {
       this.answer.clear("");
-      this.elementBox.hidden = true;
+      this.clearElement();
       this.updateCode();
     } else {
       if (fresh) this.answer.field = null;
@@ -1175,7 +1183,7 @@ class App {
     const some = { 0: "none has", 1: "1 has" }[answer.nonzero] || `${answer.nonzero} have`;
     this.swap(this.drivers, make("h3", {}, title),
       make("p", "eg-notes", `Of ${answer.size} ${answer.size === 1 ? "element" : "elements"}, ${some} a gradient that is not zero.`),
-      makeTable(["", "element", "gradient", "value", ""], rows));
+      rows.length ? makeTable(["", "element", "gradient", "value", ""], rows) : "");
   }
 
   link(text, onclick, options = {}) {
@@ -1365,6 +1373,16 @@ class App {
     if (slope !== null) this.showShares(shares);
   }
 
+  // There are no numbers, but the slider stays: it may have set the value that was too much.
+  clearElement() {
+    const { source, picked } = this.state, isSame = this.elementBox.dataset.element === JSON.stringify([source, picked]);
+    const kept = picked && isSame && this.slider ? this.slider.element : null;
+    this.keepFocus(this.elementBox, () => {
+      for (const child of [...this.elementBox.children]) if (child !== kept) child.remove();
+    });
+    this.elementBox.hidden = !kept;
+  }
+
   async showShares(place) {
     const found = await this.request("shares", this.asking("shares"));
     if (!found) return;
@@ -1512,6 +1530,7 @@ class App {
   }
 
   async find(text) {
+    this.alertBox.hidden = true;
     if (!text) return;
     const exact = this.start.names.findIndex((row) => row.name === text), isName = !text.includes("[");
     const place = exact >= 0 ? { tensor: exact, index: null } : await this.request("place", { ask: "find", text }, isName);
@@ -1521,7 +1540,6 @@ class App {
       if (first && isName) this.take(first.tensor);
       return;
     }
-    this.alertBox.hidden = true;
     this.tree.search.value = this.tree.query = "";
     this.take(place.tensor, { index: place.index || undefined });
     this.tree.reveal(place.tensor);
