@@ -203,7 +203,11 @@ def test_a_slider_moves_an_input_element_and_the_numbers_follow(opened):
     for _ in range(3):
         with new_answer(page):
             page.keyboard.press("ArrowRight")
-    value = page.locator(".eg-slider input[type=number]").input_value()
+    number = page.locator(".eg-slider input[type=number]")
+    value = number.input_value()
+    number.fill("")
+    number.press("Enter")
+    assert float(number.input_value()) == float(value)
     edited = eg.at(x)[eg.Place.parse(element).index].set(float(value))
     target = page.locator(".eg-question .eg-value").text_content().removeprefix(" = ")
     assert np.float32(target) == to_numpy(eg.value(net, edited, of="conv2[0, 0, 1, 1]"))

@@ -1425,7 +1425,10 @@ class App {
     });
     slider.number = make("input", {
       type: "number", step: "any", value: show(value, narrow), "aria-label": "value as a number",
-      onchange: () => set(Number(slider.number.value), true),
+      onchange: () => {
+        if (slider.number.value) set(Number(slider.number.value), true);
+        else slider.number.value = this.edited.has(key) ? String(this.edited.get(key).value) : show(value, narrow);  // not 0
+      },
     });
     slider.element = make("div", "eg-slider", make("span", {}, "set it to"), slider.range, slider.number);
     return slider;
