@@ -563,3 +563,28 @@ def test_numbers_that_are_not_finite_can_be_seen_without_any_that_are(opened):
     assert pixels[0] == pixels[1]
     assert len({*map(tuple, pixels[0])}) == 2
     assert all(pixel[3] == 255 for pixel in pixels[0])
+
+
+def test_a_search_without_a_match_says_so_and_an_error_points_at_its_place(opened):
+    net, x = NETS["torch"]()
+    page = opened(net, x)
+    search = page.get_by_role("searchbox")
+    search.fill("nope")
+    assert page.locator(".eg-node").all_text_contents() == ["No name has this in it"]
+    search.fill("conv2[0, 0")
+    search.press("Enter")
+    page.get_by_role("alert").wait_for()
+    *_, place, mark = page.get_by_role("alert").locator("code").text_content().split("\n")
+    assert (place.strip(), mark.strip()) == ("conv2[0, 0", "^")
+    with new_answer(page):
+        search.fill("conv2[0, 0, 1, 1]")
+        search.press("Enter")
+    assert not page.get_by_role("alert").is_visible()
+
+
+def test_tiles_are_beside_each_other_where_there_is_room(opened):
+    net, x = NETS["torch"]()
+    page = opened(net, x)
+    go_to(page, "conv2[0, 0, 1, 1]")
+    box = page.locator(".eg-centre canvas.eg-canvas").bounding_box()
+    assert box["width"] > 2 * box["height"]
