@@ -1,8 +1,8 @@
 """Finds what a recording left in the user's objects, and takes it out again.
 
-While a function is recorded it computes tensors that have no numbers. It may put one into a cache: a dict, an attribute,
-a global, an `lru_cache`. `ReachableState` saves the containers that a function can reach before it is recorded. Those
-that hold a recorded tensor afterwards are restored; what else the function changed stays as it is.
+While a function is recorded it computes tensors that have no numbers. It may put one into a cache: a dict, an
+attribute, a global, an `lru_cache`. `ReachableState` saves the containers that a function can reach before it is
+recorded. Those that hold a recorded tensor afterwards are restored; what else the function changed stays as it is.
 """
 
 import gc
@@ -41,7 +41,8 @@ class ReachableState:
 
     def restore(self, is_recorded: IsRecorded) -> bool:
         """Restore all that holds a recorded tensor; return True if something did."""
-        return any([saved.restore(is_recorded) for saved in self._saved])
+        restored = [saved.restore(is_recorded) for saved in self._saved]
+        return any(restored)
 
     def _look_into(self, x: Any) -> Iterable[Any]:
         """Save an object that can be changed, and return the objects that it holds."""
@@ -103,7 +104,7 @@ def _is_array(x: Any) -> bool:
 @cache
 def _is_of_python(module: str) -> bool:
     """Return True for a module of Python's own library."""
-    return module == "builtins" or _package(module) in sys.stdlib_module_names and module != "__main__"
+    return module == "builtins" or (_package(module) in sys.stdlib_module_names and module != "__main__")
 
 
 @cache
