@@ -28,7 +28,7 @@ from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments, referenced_values
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place, is_pattern
-from elementgrad._train.numbers import VIEWS
+from elementgrad._train.bits import VIEWS
 from elementgrad._train.weights import DTYPES
 from elementgrad.errors import require_packages
 

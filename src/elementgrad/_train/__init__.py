@@ -5,7 +5,7 @@
 that an optimizer moves. The parameters themselves are frozen, but for those that `keep=` names (keep.py), and a
 `PartialParameter` knows the groups of one of them. The backend copies a trained value from the leaf into the parameter:
 in PyTorch after each optimizer step and before each forward, in Keras with every write to the leaf; in JAX
-`elements.merge` returns new parameters. Layers compute the gradients of the elements alone where they can (cells.py),
+`elements.merge` returns new parameters. Layers compute the gradients of the elements alone where they can (kernels.py),
 and gather them from a dense gradient otherwise.
 
 A patch is the difference: entries (entries.py) with values, originals and a fingerprint of the tensor (fingerprint.py),

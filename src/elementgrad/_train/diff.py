@@ -17,10 +17,10 @@ from elementgrad._backends import registry
 from elementgrad._backends.registry import not_compiled
 from elementgrad._files import writable
 from elementgrad._place.grammar import listed
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry, short_place
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.folder import read_weights
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.weights import FileTensor, Weights
 from elementgrad.errors import FrameworkError, OptionError, PatchError, warn

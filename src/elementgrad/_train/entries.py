@@ -19,9 +19,9 @@ import numpy as np
 from elementgrad._place.grammar import nearest
 from elementgrad._place.index import Index, IndexArray, Span, to_text
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray, is_floating
 from elementgrad._train.fingerprint import require_fingerprint
 from elementgrad._train.history import BitsAt, ascends
-from elementgrad._train.numbers import VIEWS, BitArray, is_floating
 from elementgrad.errors import DuplicateError, OptionError, PatchError, quoted
 
 LARGEST = np.iinfo(np.int64).max
@@ -78,7 +78,7 @@ class Entry:
 
     >>> import numpy as np
     >>> from elementgrad._train.entries import Entry
-    >>> from elementgrad._train.numbers import BitArray
+    >>> from elementgrad._train.bits import BitArray
     >>> old, new = BitArray.of(np.float32([1.0, 2.0])), BitArray.of(np.float32([1.5, 2.0]))
     >>> Entry("fc.bias[:2]", "fc.bias", (10,), "float32", np.array([0, 1]), new, old, "sample:...").largest_change
     0.5
@@ -343,7 +343,7 @@ def map_entries(entries: Sequence[Entry], names: Names | None) -> list[MappedEnt
 
     >>> import numpy as np
     >>> from elementgrad._train.entries import Entry, map_entries
-    >>> from elementgrad._train.numbers import BitArray
+    >>> from elementgrad._train.bits import BitArray
     >>> row = BitArray.of(np.float32([1.0, 2.0]))
     >>> entry = Entry("fc.weight[1]", "fc.weight", (3, 2), "float32", np.array([2, 3]), row, row, "")
     >>> (mapped,) = map_entries([entry], {"fc.weight": ("dense/kernel", (1, 0))})

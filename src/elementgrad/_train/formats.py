@@ -18,10 +18,10 @@ import numpy as np
 from elementgrad._files import replace_file
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray
 from elementgrad._train.diff import take_rows, weights_of
 from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import fingerprint
-from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch import Change, Patch, changes_of, group_by_name, values_of
 from elementgrad._train.weights import FileTensor, Weights, pack_tensors
 from elementgrad.errors import DtypeError, OptionError, PatchError, warn

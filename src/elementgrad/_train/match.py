@@ -9,10 +9,10 @@ import numpy as np
 
 from elementgrad._place.grammar import listed
 from elementgrad._place.place import Place
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry, MappedEntry, Names, element_text, map_entries, place_label
 from elementgrad._train.fingerprint import fingerprint, fits
 from elementgrad._train.history import BitsAt, ReadBytes, are_among, first_bits
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.routing import check_disjoint, resolve, trainer_of
 from elementgrad._train.trainer import ResolvedPlace, Trainer, groups_by_tensor

@@ -18,10 +18,10 @@ import numpy as np
 from elementgrad._files import replace_file
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray
 from elementgrad._train.entries import Entry, check_same_tensor, element_text, short_place
 from elementgrad._train.fingerprint import sample_positions
 from elementgrad._train.history import BitsAt, are_among, ascends, first_bits
-from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch_file import PatchFile, encode_entries, pack
 from elementgrad.errors import ElementgradError, OptionError, PatchError
 
@@ -38,7 +38,7 @@ class Patch(Tabular):
     >>> import numpy as np
     >>> import elementgrad as eg
     >>> from elementgrad._train.entries import Entry
-    >>> from elementgrad._train.numbers import BitArray
+    >>> from elementgrad._train.bits import BitArray
     >>> old, new = BitArray.of(np.float32([0.25])), BitArray.of(np.float32([0.5]))
     >>> eg.Patch((Entry("fc.weight[3, 1]", "fc.weight", (10, 4), "float32", np.array([13]), new, old, "sample:..."),))
     place            elements  shape  dtype    largest change

@@ -28,10 +28,10 @@ import numpy as np
 
 from elementgrad._place.grammar import listed
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray
 from elementgrad._train.entries import Entry, check_shape
 from elementgrad._train.gaps import decode_gaps, encode_gaps
 from elementgrad._train.history import BitsAt, ascends
-from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad.errors import ElementgradError, OptionError, PatchError
 
 FORMAT = "elementgrad-patch"

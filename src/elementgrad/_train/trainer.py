@@ -19,8 +19,8 @@ import numpy as np
 from elementgrad._cleanup import defer
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
+from elementgrad._train.bits import BitArray
 from elementgrad._train.history import ElementChange, ReadBytes, TensorHistory
-from elementgrad._train.numbers import BitArray
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 
 Tensor = Any

@@ -22,7 +22,7 @@ from torch.nn import functional
 from elementgrad._backends.torch._compat import is_compiling, unsafe_view
 from elementgrad._backends.torch.train.parameter import index_tensor
 from elementgrad._cleanup import safe_context
-from elementgrad._train.cells import CellBlock, split_by_offset
+from elementgrad._train.kernels import CellBlock, split_by_offset
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor

@@ -23,7 +23,7 @@ from elementgrad._backends.torch._compat import (
     in_torch_mode,
 )
 from elementgrad._cleanup import Lock
-from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
+from elementgrad._train.bits import LAYOUTS, common_width, nan_bits
 from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
 from elementgrad.errors import FrameworkError, OptionError
 
