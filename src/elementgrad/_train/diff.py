@@ -1,4 +1,4 @@
-"""`eg.diff`: the patch that makes one set of weights of another, found tensor by tensor.
+"""`eg.diff`: the patch that turns one set of weights into another, found tensor by tensor.
 
 Both sides are `Weights`: a model, a state dict, a file or a folder, of which one tensor at a time is read. They are
 compared by bits, a chunk at a time.
@@ -41,7 +41,7 @@ def diff(
     only_common: bool = False,
     originals: bool = True,
 ) -> Patch:
-    """Return the patch that makes the weights `after` of the weights `before`.
+    """Return the patch that turns the weights `before` into the weights `after`.
 
     They are compared by bits, so that -0.0 is not 0.0 and the payload of a NaN counts, one tensor at a time: a file is
     never loaded whole.

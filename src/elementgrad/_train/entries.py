@@ -108,7 +108,7 @@ class Entry:
     sha256: str | None = None
     """The SHA-256 of the bytes of the originals, where there are no originals."""
     since: BitsAt | None = None
-    """Elements that the fingerprinted tensor held other bytes at than the tensor that is patched, and these bytes."""
+    """Elements at which the fingerprinted tensor differs from the tensor to patch, with the fingerprinted bytes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", check_shape(self.name, self.shape))
@@ -174,7 +174,7 @@ class Entry:
 
     @property
     def is_scattered(self) -> bool:
-        """True if no text of the place is worth writing: it would hold many indices, and few elements for each."""
+        """True if the text of the place is not worth writing, as it would hold many indices for its elements."""
         return self.__dict__["_place"] is None or count_indices(self.where) > max(FEW, len(self.indices) // 8)
 
     def originals_match(self, bits: np.ndarray) -> bool:
@@ -242,7 +242,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 
 def short_place(name: str, shape: tuple[int, ...], positions: np.ndarray) -> Place | None:
-    """Return the place of elements at ascending positions if it is whole, rows or few elements; else None."""
+    """Return the place of elements at ascending positions if they are all, whole rows, or few; else None."""
     whole = Place(None, name)
     if not shape or len(positions) == math.prod(shape):
         return whole

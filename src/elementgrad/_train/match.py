@@ -1,4 +1,4 @@
-"""A patch against a model: the elements that it is for, and whether they are as they were when it was made."""
+"""Matches a patch with a model: which elements it changes, and whether they still are as when it was made."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ from elementgrad.errors import DuplicateError, ElementgradError, PatchError
 def match_patch(
     trainer: Trainer, patch: Patch, names: Names | None, overwrite: bool = False, resume: bool = False
 ) -> list[tuple[ResolvedPlace, Entry]]:
-    """Find the elements that a patch is for, and check that all of it fits before anything is changed."""
+    """Find the elements that a patch changes, and check that all of it fits before anything is changed."""
     entries = map_entries(patch.entries, names)
     # Before any parameter is read: reading a sharded one needs all processes.
     trainer.check_same_on_all_ranks((one.entry.name, one.entry.indices, one.entry.values.bits) for one in entries)

@@ -110,7 +110,7 @@ class Patch(Tabular):
             replace_file(path, *pack(*encode_entries(self.entries, compress)))
 
     def then(self, other: "Patch") -> "Patch":
-        """Return one patch that does what this one and then another one do.
+        """Return one patch with the effect of this one followed by another one.
 
         Args:
             other: A patch that fits what this one leaves.
@@ -176,7 +176,7 @@ class Patch(Tabular):
         return Conflicts(tuple(conflicts))
 
     def restricted(self, places: Any) -> "Patch":
-        """Return the part of the patch that is about some places.
+        """Return the part of the patch that changes elements of some places.
 
         Args:
             places: The text of a place, such as `"embedding.weight[:100]"`, a place, or several.
@@ -375,7 +375,7 @@ def values_of(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge(patches: Iterable[Patch], on_conflict: Rule = "error") -> Patch:
-    """Return one patch that does what several do side by side, all made for the same weights.
+    """Return one patch with the changes of several, all made for the same weights.
 
     Args:
         patches: The patches.

@@ -118,7 +118,7 @@ class Weights:
         self.metadata = metadata
         """The metadata of a safetensors file."""
         self.knows_ties = knows_ties
-        """True if tensors that are one have all of their names here."""
+        """True if a tied tensor is listed under each of its names."""
         self._packed = packed
         """The file as it was read; the bytes of the tensors are views of it."""
 

@@ -45,8 +45,8 @@ def find_pattern(
 ) -> Pattern | None:
     """Return the pattern by a reverse sweep, or by a forward one if an op has no reverse rule; None without a path.
 
-    Nothing but what varies with `x` is unknown: other constants count with their values, and zeros among them cut
-    dependences off. Without `x` no constant counts as known, and with `local` all do.
+    Only values that vary with `x` are unknown. All other constants are known, and zeros among them cut dependences.
+    Without `x` no constant is known, and with `local` all are.
     """
     try:
         return _find_by_reverse(_sparsity_mode(y.numel(), x, local), evaluate, output, input)
@@ -226,10 +226,10 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 @dataclass
 class StorageCell:
-    """Knowledge of one storage."""
+    """The ids of one storage, and whether it varies."""
 
     weak: StorageWeakRef
-    """Keeps other storages from getting the same address."""
+    """Keeps the storage alive, so that no other one gets its address."""
     unit: int
     """Bytes per id: those of a real number."""
     ids: np.ndarray | None = None
@@ -250,7 +250,7 @@ class SetIdTable:
         self._limit = self.SLACK
 
     def ids(self, x: Tensor) -> Ids | None:
-        """Return the ids of a tensor; None if it does not depend on the seed at all."""
+        """Return the ids of a tensor; None if it does not depend on the seed."""
         cell = self._cells.get(x.untyped_storage()._cdata)
         if cell is None or cell.ids is None:
             return None

@@ -66,7 +66,7 @@ class _ThreadState(threading.local):
     pauses: int = 0
     """Number of `pause_recording` blocks that the thread is in."""
     applying: str = ""
-    """What PyTorch does in C with a function that it applies: nothing yet, `PLAIN` or `PASSING`."""
+    """What PyTorch, in C, now looks up for a function that it applies: nothing yet, `PLAIN` or `PASSING`."""
     applied: Any = None
     """The class of that function."""
     returns_one: bool = False
@@ -89,7 +89,7 @@ def active_recorders() -> tuple[Any, ...]:
 
 
 class pause_recording(scope):  # noqa: N801
-    """Block of the library's own code, which no recorder of this thread takes for the user's."""
+    """Block of the library's own code, whose calls no recorder of this thread records."""
 
     __slots__ = ()
 
