@@ -1,4 +1,4 @@
-"""Load what a command is about: a function or model of the user's, and its inputs as tensors of its framework.
+"""Load the function or model that a command names, and its inputs as tensors of its framework.
 
 Objects are named `file.py:name` or `package.module:name`. Inputs are arrays from files, JSON, or such objects; arrays
 become tensors once the framework is known.

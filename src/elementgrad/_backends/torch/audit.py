@@ -52,7 +52,7 @@ MOVES = (
 )
 """The nodes of functions that take all elements as they are."""
 SCALES = 16
-"""A step runs so many times at most while its scaler lowers the factor of the loss."""
+"""The most runs of a step while its scaler lowers the factor of the loss."""
 
 
 class TorchAudit(AuditBackend):

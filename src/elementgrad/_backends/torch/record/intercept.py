@@ -43,7 +43,7 @@ TENSOR_METHODS = {
 """Methods about the tensor object and not about its values; they get the user's tensor and no proxy."""
 ENABLE_GRAD = {"requires_grad_", "requires_grad.__set__"}
 COPIES = {"__deepcopy__", "data.__get__"}
-"""Of `TENSOR_METHODS` and of properties, such as `grad` and `_base`, those that return a new tensor."""
+"""Those of `TENSOR_METHODS`, and of properties such as `grad` and `_base`, that return a new tensor."""
 VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 """Properties about the values; all other properties are about the tensor object."""
 MULTI_VIEWS = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit"}
