@@ -70,8 +70,17 @@ class Patch(Tabular):
             base: For another format, the weights that it is for: a model, a state dict, a file or a folder.
             place: For a textual inversion, the rows of its token, such as `"token_embedding.weight[49408]"`.
 
+        Returns:
+            The patch.
+
         Raises:
             PatchError: The file is damaged, or no patch.
+
+        >>> import pathlib, tempfile, torch, elementgrad as eg
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "patch.safetensors")
+        >>> eg.diff({"w": torch.zeros(3)}, {"w": torch.tensor([0.0, 5.0, 0.0])}).write(path)
+        >>> eg.Patch.read(path).size
+        1
         """
         if base is not None:
             from elementgrad._train.formats import read_foreign
