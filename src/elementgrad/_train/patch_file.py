@@ -431,10 +431,14 @@ def _damage_text(how: object) -> str:
 
 
 def _checksum(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> str:
-    """Hash all metadata but the checksum, name, dtype and shape of all tensors, and in version 1 also their bytes."""
+    return hash_tensors(meta, tensors, with_bytes=meta["version"] == "1")
+
+
+def hash_tensors(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor], with_bytes: bool) -> str:
+    """Hash metadata, names, dtypes and shapes of all tensors, and their bytes unless these are hashed elsewhere."""
     names = sorted(tensors)
     described = [sorted(meta.items()), [[name, tensors[name].dtype, tensors[name].shape] for name in names]]
     digest = hashlib.sha256(json.dumps(described).encode())
-    for name in names if meta["version"] == "1" else ():
+    for name in names if with_bytes else ():
         digest.update(tensors[name].data)
     return digest.hexdigest()
