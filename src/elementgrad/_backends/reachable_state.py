@@ -11,6 +11,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -41,7 +42,7 @@ class ReachableState:
 
     def restore(self, is_recorded: IsRecorded) -> bool:
         """Restore all that holds a recorded tensor; return True if something did."""
-        restored = [saved.restore(is_recorded) for saved in self._saved]
+        restored = [saved.restore(is_recorded) for saved in self._saved]  # all of them, also behind the first
         return any(restored)
 
     def _look_into(self, x: Any) -> Iterable[Any]:
@@ -58,7 +59,8 @@ class ReachableState:
         module = _module_of(x)
         users = _is_users_module(module) or _package(module) == self._package
         own = getattr(x, "__dict__", None)
-        held: list[Any] = [getattr(x, "__wrapped__", None)] if users else []
+        # `getattr_static` runs no code of the user's, whose `__getattr__` may do or raise anything.
+        held: list[Any] = [getattr_static(x, "__wrapped__", None)] if users else []
         if isinstance(x, type):
             if users:
                 self._saved.append(_SavedAttributes(x))
@@ -70,7 +72,7 @@ class ReachableState:
             self._saved += [_SavedGlobals(x.__globals__, names), *map(_SavedCell, cells)]
             held += [x.__globals__.get(name) for name in names]
             held += [*_contents(cells), x.__defaults__, x.__kwdefaults__]
-        elif users and hasattr(x, "cache_clear") and hasattr(x, "cache_info"):
+        elif users and all(getattr_static(x, name, None) for name in ("cache_clear", "cache_info")):
             self._saved.append(_SavedCache(x))
         if isinstance(own, dict) and (users or not _is_of_python(module)):
             self._saved.append(_SavedContainer(own))
