@@ -1,6 +1,7 @@
 """`eg.Pattern`: the entries of a matrix that can be nonzero, as an immutable value."""
 
 import html
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad._files import ArchiveError, read_npz
+from elementgrad._files import ArchiveError, read_npz, replace_file
 from elementgrad.errors import OptionError, SelectionError, SizeError
 
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
@@ -169,9 +170,10 @@ class Pattern:
         return scipy_sparse().csr_array(csr, shape=self.shape, copy=True)  # SciPy may write to what it is given
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the pattern to a `.npz` file. Reading it executes nothing."""
-        with open(path, "wb") as file:
-            np.savez_compressed(file, shape=np.array(self.shape), starts=self.starts, columns=self.columns)
+        """Write the pattern to a `.npz` file, as a whole or not at all. Reading it executes nothing."""
+        archive = io.BytesIO()
+        np.savez_compressed(archive, shape=np.array(self.shape), starts=self.starts, columns=self.columns)
+        replace_file(path, archive.getbuffer())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Pattern":
