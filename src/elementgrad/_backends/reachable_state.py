@@ -19,9 +19,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 MAX_OBJECTS = 20_000
-"""So many objects are looked at; a function that reaches more is searched in part."""
+"""The most objects that are searched; of a function that reaches more, the rest is left out."""
 MAX_DEPTH = 4
-"""So deep are the values of a container searched for recorded tensors."""
+"""The levels of nested containers that are searched for recorded tensors."""
 ATOMS = (str, bytes, int, float, complex, type(None), ModuleType, CodeType, range, slice)
 HOLDERS = (SimpleNamespace, threading.local, WeakKeyDictionary, WeakValueDictionary, UserDict, UserList, ChainMap)
 """Objects of Python's own library that hold what the user puts into them."""
