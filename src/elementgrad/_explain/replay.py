@@ -46,6 +46,8 @@ class Replay:
         self._of, self._weights, self._wrt = of, weights, wrt
         self._sources = [trace.graph.source, *trace.later_ids]
         self.is_random = trace.graph.is_random
+        self._nonzero: dict[int, np.ndarray] = {}
+        """By value, which elements have a gradient, once that was pulled back."""
 
     def tangents(self) -> Tangents | None:
         """Push tangents from the source's elements."""
@@ -130,15 +132,19 @@ class Replay:
     def _pulled(self) -> tuple[Mapping[Op, CotangentSizes] | None, Tensor | None]:
         """The sizes of the cotangents, and that of the source itself."""
         arrived: dict[int, Tensor] = {}
+        target, source = self._trace.graph.target, self._trace.graph.source
 
         def see(value: int, cotangent: Tensor) -> None:
-            if value == self._trace.graph.source:
+            nonzero = self._numbers.array(cotangent) != 0
+            self._nonzero[value] = np.broadcast_to(True, nonzero.shape) if nonzero.all() else nonzero
+            if value == source:
                 arrived[value] = cotangent
 
+        seed = {target: self._numbers.at(self._trace.target, self._of, self._weights)}
         chosen = self._sources, self._wrt
         with self._trace.following():
-            sizes = pull_cotangents(self._ops, self._connected, self._seed(), self._numbers, chosen, see)
-        return sizes, next(iter(arrived.values()), None)
+            sizes = pull_cotangents(self._ops, self._connected, seed, self._numbers, chosen, see)
+        return sizes, arrived.get(source)
 
     def overlap(self) -> ReachOverlap | None:
         """Find, element by element, what can move with the source's elements and has a gradient.
@@ -147,13 +153,6 @@ class Replay:
         """
         numbers = self._numbers
         masks = dict.fromkeys(self._sources, mask_at(self._trace.source, self._wrt))
-        alive: set[int] = set()
-
-        def see(value: int, cotangent: Tensor) -> bool:
-            if value in masks and numbers.array(cotangent)[masks[value]].any():
-                alive.add(value)
-            return value in alive
-
         with self._trace.following():
             for op in self._ops:
                 if any(value in masks for value in op.inputs):
@@ -161,10 +160,9 @@ class Replay:
                     pairs = [pair for pair in zip(op.outputs, dependent, strict=False) if pair[1].any()]
                     # What is true everywhere takes no memory.
                     masks.update({n: np.broadcast_to(True, mask.shape) if mask.all() else mask for n, mask in pairs})
-            readers = [op for op in self._ops if not masks.keys().isdisjoint(op.inputs)]
-            moving = len(masks) > len(self._sources)
-            if moving and pull_cotangents(readers, self._connected, self._seed(), numbers, see=see) is None:
-                return None
+        if len(masks) > len(self._sources) and self._pulled[0] is None:
+            return None
+        alive = {n for n, nonzero in self._nonzero.items() if n in masks and (nonzero & masks[n]).any()}
         return ReachOverlap(set(masks), alive)
 
     def finite_flags(self) -> Mapping[Op, FiniteFlags]:
@@ -254,10 +252,6 @@ class Replay:
             target = values.get(trace.graph.target, trace.target)
             return self._floats(target).reshape(-1)[self._of]
 
-    def _seed(self) -> dict[int, Tensor]:
-        trace = self._trace
-        return {trace.graph.target: self._numbers.at(trace.target, self._of, self._weights)}
-
 
 def finite_flags(op: Op, numbers: Numbers) -> FiniteFlags:
     """Check which inputs and outputs of one operation are finite."""
@@ -286,16 +280,15 @@ def pull_cotangents(
 ) -> dict[Op, CotangentSizes] | None:
     """Pull cotangents back through the operations; return their sizes at each operation.
 
-    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped, and says
-    False of one that is not to be pulled further. `totals` are known sums of all that arrives at some values, and
-    replace what is pulled back to these.
+    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped. `totals`
+    are known sums of all that arrives at some values, and replace what is pulled back to these.
     """
     sizes: dict[Op, CotangentSizes] = {}
     for op in reversed(ops):
-        arriving = [cotangents.pop(value, None) for value in op.outputs]
-        pairs = zip(op.outputs, arriving, strict=True)
-        arriving = [None if g is None or see(value, g) is False else g for value, g in pairs]
-        arriving = [totals.get(value, g) for value, g in zip(op.outputs, arriving, strict=True)]
+        pulled_back = {value: cotangents.pop(value) for value in op.outputs if value in cotangents}
+        for value, g in pulled_back.items():
+            see(value, g)
+        arriving = [totals.get(value, pulled_back.get(value)) for value in op.outputs]
         pairs = zip(op.inputs, op.operands, strict=False)
         wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
         if all(g is None for g in arriving) or not any(wanted) or not op.results:
