@@ -39,7 +39,7 @@ class Replay:
     """A recorded run, and the elements of its source and target that are asked about."""
 
     def __init__(self, trace: Trace, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray):
-        self._trace = trace
+        self.trace = trace
         self._ops = trace.graph.ops
         self._connected = trace.graph.connected
         self._numbers = trace.numbers
@@ -51,7 +51,7 @@ class Replay:
 
     def tangents(self) -> Tangents | None:
         """Push tangents from the source's elements."""
-        trace = self._trace
+        trace = self.trace
         with trace.following():
             pushed = self._push(self._ops, trace.source)
             if pushed is None:
@@ -68,7 +68,7 @@ class Replay:
 
         Return their sizes at each operation and that of the target; None if an operation has no rule.
         """
-        numbers, target = self._numbers, self._trace.graph.target
+        numbers, target = self._numbers, self.trace.graph.target
         tangents = dict.fromkeys(self._sources, numbers.at(source, self._wrt, uneven_weights(len(self._wrt))))
         sizes: dict[Op, TangentSizes] = {}
         last_use = {value: op for op in ops for value in op.inputs if value != target}
@@ -110,7 +110,7 @@ class Replay:
 
         Errors of the framework pass through.
         """
-        trace, pulled = self._trace, None
+        trace, pulled = self.trace, None
         if trace.follows_rules:
             if trace.graph.target not in self._connected:
                 return None
@@ -132,7 +132,7 @@ class Replay:
     def _pulled(self) -> tuple[Mapping[Op, CotangentSizes] | None, Tensor | None]:
         """The sizes of the cotangents, and that of the source itself."""
         arrived: dict[int, Tensor] = {}
-        target, source = self._trace.graph.target, self._trace.graph.source
+        target, source = self.trace.graph.target, self.trace.graph.source
 
         def see(value: int, cotangent: Tensor) -> None:
             nonzero = self._numbers.array(cotangent) != 0
@@ -140,9 +140,9 @@ class Replay:
             if value == source:
                 arrived[value] = cotangent
 
-        seed = {target: self._numbers.at(self._trace.target, self._of, self._weights)}
+        seed = {target: self._numbers.at(self.trace.target, self._of, self._weights)}
         chosen = self._sources, self._wrt
-        with self._trace.following():
+        with self.trace.following():
             sizes = pull_cotangents(self._ops, self._connected, seed, self._numbers, chosen, see)
         return sizes, arrived.get(source)
 
@@ -152,8 +152,8 @@ class Replay:
         Dependence is followed through cuts as well. Values without a derivative are never alive.
         """
         numbers = self._numbers
-        masks = dict.fromkeys(self._sources, mask_at(self._trace.source, self._wrt))
-        with self._trace.following():
+        masks = dict.fromkeys(self._sources, mask_at(self.trace.source, self._wrt))
+        with self.trace.following():
             for op in self._ops:
                 if any(value in masks for value in op.inputs):
                     dependent = dependent_outputs(op, [masks.get(value) for value in op.inputs], numbers)
@@ -167,7 +167,7 @@ class Replay:
 
     def finite_flags(self) -> Mapping[Op, FiniteFlags]:
         """Check which inputs and outputs are finite."""
-        with self._trace.following():
+        with self.trace.following():
             return {op: finite_flags(op, self._numbers) for op in self._ops if op.operands}
 
     def is_finite_in_float64(self, op: Op, gradient: bool) -> bool:
@@ -177,7 +177,7 @@ class Replay:
         """
         numbers = self._numbers
         try:
-            with self._trace.following(), numbers.in_float64():
+            with self.trace.following(), numbers.in_float64():
                 wide = self._widen(op, {})
                 results: Sequence[Tensor | None] = wide.results
                 if gradient:
@@ -194,7 +194,7 @@ class Replay:
         Values are dropped after their last use, so that this takes little memory. None if an operation does not run in
         float64, or gives numbers of less precision.
         """
-        trace, numbers = self._trace, self._numbers
+        trace, numbers = self.trace, self._numbers
         needed = DataPath(trace.graph).to_target
         ops = [op for op in self._ops if op.results and not needed.isdisjoint(op.outputs)]
         last_use = {value: op for op in ops for value in op.inputs}
@@ -241,7 +241,7 @@ class Replay:
 
         What left the framework in the run stays as it was. TypeError if an operation rounds what is `wide`.
         """
-        trace, numbers = self._trace, self._numbers
+        trace, numbers = self.trace, self._numbers
         with trace.following(), numbers.in_float64() if wide else nullcontext():
             x = numbers.moved(trace.source, position, by)
             source = numbers.like(x, numbers.widen(trace.source) if wide else trace.source)
