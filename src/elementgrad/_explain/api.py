@@ -374,8 +374,9 @@ class OpaqueTrace(Trace):
 
     def __init__(self, backend: Backend, run: PartialCall, source: Tensor | None):
         self._backend, self._linear = backend, backend.linearize(run, [source], False, 1)
-        graph, source = OpGraph((), 0, 1, frozenset((0, 1))), self._linear.inputs[0] if source is None else source
-        super().__init__(graph, Numbers(backend), source, self._linear.value(0))
+        self.graph, self.numbers = OpGraph((), 0, 1, frozenset((0, 1))), Numbers(backend)
+        self.source = self._linear.inputs[0] if source is None else source
+        self.target = self._linear.value(0)
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         return weighted_gradient(self._backend, self._linear, of, weights)

@@ -150,8 +150,9 @@ class JaxOpRecorder(core.Trace):
 
     def _add_identity(self, word: str, where: str | None, x: Array, before: int, after: int, **more: Any) -> None:
         """Record that a value is another one: hidden, since it is the cause only if nothing else is."""
-        same = {"inputs": (before,), "outputs": (after,), "operands": [x], "results": [x]}
-        self.ops.append(JaxOp(word, where, **same, hidden=True, **more))
+        op = JaxOp(word, where, "", (before,), (after,), hidden=True, **more)
+        op.operands = op.results = [x]
+        self.ops.append(op)
 
     def record_exit(self, x: TracedValue, word: str, branches: bool) -> None:
         """Record that the numbers of a value go to Python."""
