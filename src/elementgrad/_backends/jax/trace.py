@@ -33,7 +33,7 @@ from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate
 
 Array = Any
 UNROLLED = 4000
-"""A loop of at most so many operations is recorded in every iteration; a longer one is one operation."""
+"""The most operations of a loop of which every iteration is recorded; a longer loop is one operation."""
 INDEXED_OPS = {"gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice", "dynamic_update_slice"}
 EXITS = {"__index__": "int"}
 """The user's words for methods that give numbers to Python, where the name is another."""
