@@ -23,7 +23,7 @@ from elementgrad._files import replace_file
 from elementgrad._train.patch_file import LayoutError, StoredTensor, find_tensors, pack_safetensors, unique_names
 from elementgrad._watch.backend import CapturedStep, OutputRef, WatchBackend
 from elementgrad._watch.report import WatchReport
-from elementgrad.errors import OptionError
+from elementgrad.errors import OptionError, quoted
 
 FORMAT = "elementgrad-capture"
 VERSION = 1
@@ -119,6 +119,8 @@ def read_capture(
 
     With `arguments` those count in place of the file's, which may lack some.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"{quoted(path)} is not a path; give the name of a file, such as 'nan.capture'")
     name = Path(path).name
     try:
         with open(path, "rb") as file:
