@@ -59,6 +59,22 @@ def test_a_jacobian_with_cones_reads_as_any_other():
     torch.testing.assert_close(J @ v, K @ v)
 
 
+class Options:
+    """Answers for every attribute, and for unknown ones with an error of its own."""
+
+    def __init__(self, **options: float):
+        self.__dict__["options"] = options
+
+    def __getattr__(self, name: str) -> float:
+        return self.options[name]
+
+
+def test_no_code_of_objects_runs_that_a_function_holds():
+    options, model = Options(scale=3.0), convolutions()
+    gradient = eg.grad(lambda x: model(x) * options.scale, image(8), of="output[0, 1, 4, 5]", cone=True)
+    torch.testing.assert_close(gradient, 3 * eg.grad(model, image(8), of="output[0, 1, 4, 5]", cone=False))
+
+
 def test_the_plan_says_what_is_needed():
     J = eg.jacobian(convolutions(), image(64), cone=True)
     assert "cone       7 x 7 of 64 x 64 of input, 1/" in str(J.plan((0, 1, 30, 30), ...))

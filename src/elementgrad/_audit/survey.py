@@ -109,10 +109,11 @@ class Survey:
                 weights[parameter.module, length] = np.maximum(sizes, weights.get((parameter.module, length), sizes))
         for parameter, summary in fine:
             # A bias of several axes, as of the heads of attention, is looked at along one of them.
-            pairs = [(sizes, weights.get((parameter.module, len(sizes)))) for sizes in summary.slices.values()]
-            sizes, weight = next((pair for pair in pairs if pair[1] is not None), (None, None))
-            if not parameter.is_bias or weight is None or EPSILON.get(parameter.dtype, 1.0) > 1e-6:
+            keyed = [((parameter.module, len(sizes)), sizes) for sizes in summary.slices.values()]
+            pairs = [(sizes, weights[key]) for key, sizes in keyed if key in weights]
+            if not parameter.is_bias or not pairs or EPSILON.get(parameter.dtype, 1.0) > 1e-6:
                 continue
+            sizes, weight = pairs[0]
             limit = UNMOVED * EPSILON[parameter.dtype] * weight.max()
             # A dead unit has no gradient at its weight either.
             unmoved = (sizes <= limit) & (weight > limit)

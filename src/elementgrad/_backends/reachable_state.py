@@ -1,8 +1,8 @@
 """Finds what a recording left in the user's objects, and takes it out again.
 
-While a function is recorded it computes tensors that have no numbers. It may put one into a cache: a dict, an attribute,
-a global, an `lru_cache`. `ReachableState` saves the containers that a function can reach before it is recorded. Those
-that hold a recorded tensor afterwards are restored; what else the function changed stays as it is.
+While a function is recorded it computes tensors that have no numbers. It may put one into a cache: a dict, an
+attribute, a global, an `lru_cache`. `ReachableState` saves the containers that a function can reach before it is
+recorded. Those that hold a recorded tensor afterwards are restored; what else the function changed stays as it is.
 """
 
 import gc
@@ -11,6 +11,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -41,7 +42,8 @@ class ReachableState:
 
     def restore(self, is_recorded: IsRecorded) -> bool:
         """Restore all that holds a recorded tensor; return True if something did."""
-        return any([saved.restore(is_recorded) for saved in self._saved])
+        restored = [saved.restore(is_recorded) for saved in self._saved]  # all of them, also behind the first
+        return any(restored)
 
     def _look_into(self, x: Any) -> Iterable[Any]:
         """Save an object that can be changed, and return the objects that it holds."""
@@ -57,7 +59,8 @@ class ReachableState:
         module = _module_of(x)
         users = _is_users_module(module) or _package(module) == self._package
         own = getattr(x, "__dict__", None)
-        held: list[Any] = [getattr(x, "__wrapped__", None)] if users else []
+        # `getattr_static` runs no code of the user's, whose `__getattr__` may do or raise anything.
+        held: list[Any] = [getattr_static(x, "__wrapped__", None)] if users else []
         if isinstance(x, type):
             if users:
                 self._saved.append(_SavedAttributes(x))
@@ -69,7 +72,7 @@ class ReachableState:
             self._saved += [_SavedGlobals(x.__globals__, names), *map(_SavedCell, cells)]
             held += [x.__globals__.get(name) for name in names]
             held += [*_contents(cells), x.__defaults__, x.__kwdefaults__]
-        elif users and hasattr(x, "cache_clear") and hasattr(x, "cache_info"):
+        elif users and all(getattr_static(x, name, None) for name in ("cache_clear", "cache_info")):
             self._saved.append(_SavedCache(x))
         if isinstance(own, dict) and (users or not _is_of_python(module)):
             self._saved.append(_SavedContainer(own))
@@ -103,7 +106,7 @@ def _is_array(x: Any) -> bool:
 @cache
 def _is_of_python(module: str) -> bool:
     """Return True for a module of Python's own library."""
-    return module == "builtins" or _package(module) in sys.stdlib_module_names and module != "__main__"
+    return module == "builtins" or (_package(module) in sys.stdlib_module_names and module != "__main__")
 
 
 @cache

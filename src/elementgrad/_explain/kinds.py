@@ -91,7 +91,8 @@ def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbe
     With `leaves` one does, as half of it does where a maximum ties with its bound, or all of it from a padding row.
     """
     if leaves and op.kind == LOOKUP:
-        return PADDING if _drops_gradient(op, tangents, numbers) else None
+        # JAX drops the gradient of an index out of range too, and that is another cause.
+        return PADDING if not op.misses and _drops_gradient(op, tangents, numbers) else None
     if leaves and op.kind not in (LOWER_BOUND, UPPER_BOUND):
         return None
     moving = {n: moved for n, t in enumerate(tangents) if t is not None and (moved := numbers.array(t) != 0).any()}

@@ -227,7 +227,7 @@ class Session:
         try:
             where = np.argwhere(self.tensors.gradient(of, tensor, message.edits))
         except (UnconnectedError, DtypeError):
-            where = np.empty((0, len(shape)))
+            where = np.empty((0, len(shape)), dtype=np.intp)
         box = [[int(axis.min()), int(axis.max()) + 1] for axis in where.T] if where.size else None
         return {"field": box, "exact": False}
 

@@ -118,11 +118,11 @@ class _Search:
         if self._masks.intersection(first.inputs) and not self._made_of_scalars(first):
             site = {"where": first.where, "module": first.module, "operation": first.operation}
             return WatchReport.of_cause(self._tripped, "masked-row", place, number, **site)
-        given = [x for x in first.scalars if not math.isfinite(x)]
-        if given:
+        scalars = [x for x in first.scalars if not math.isfinite(x)]
+        if scalars:
             site = {"where": first.where, "module": first.module, "operation": first.operation}
             text = f"a number given to {first.operation}"
-            return WatchReport.of_cause(self._tripped, "bad-input", text, given[0], **site)
+            return WatchReport.of_cause(self._tripped, "bad-input", text, scalars[0], **site)
         start = next((value for value in first.inputs), result)
         path = DataPath(OpGraph([first], start, result, self._record.connected, self._record.hints))
         finding = why_nonfinite(path, Evidence(flags=lambda: {first: finite_flags(first, self._numbers)}, finite=False))

@@ -69,7 +69,7 @@ class ForwardCall:
     def __init__(self, step: int, index: int, args: Any, kwargs: Any, before: StateBefore, fresh: bool):
         self.step, self.index = step, index
         self.args, self.kwargs = args, kwargs
-        self.where = find_caller().where
+        self.where: str | None = find_caller().where
         """The line of the user's on which the model is called."""
         self.versions = [version_of(x) for x in _tensors((args, kwargs))]
         self.before = before
@@ -243,8 +243,8 @@ class ModelState:
             for x, g in pairs:  # of an output that another one is computed from, all that arrived, and not once more
                 x.register_hook(lambda _, g=g: g)
             found = torch.autograd.grad(roots, list(tracked.values()), seeds, allow_unused=True)
-            pairs = zip(tracked, found, strict=True)
-            results |= {f"gradient:{name}": dense_part(g) for name, g in pairs if g is not None}
+            gradients = {name: g for name, g in zip(tracked, found, strict=True) if g is not None}
+            results |= {f"gradient:{name}": dense_part(g) for name, g in gradients.items()}
         return results
 
     def capture(

@@ -302,7 +302,9 @@ def run_cone(
         ]
         if step.is_empty:
             pairs = zip(step.op.results, step.boxes, strict=True)
-            results: Any = [None if box is None else tf.zeros(sizes(box), value.dtype) for value, box in pairs]
+            results: Any = [
+                tf.zeros(sizes(box), value.dtype) if value and box is not None else None for value, box in pairs
+            ]
         else:
             results = step.op.rule.run(regions, step.needs, step.boxes)
         for made, result, part in zip(step.op.results, results, step.boxes, strict=True):

@@ -303,11 +303,11 @@ class ProgramRecorder(_compat.PlainDispatchMode):
             y if value is None else LazyTensor(y, value, device, self.status)
             for y, value in zip(flat, op.results, strict=True)
         ]
-        if self.functionalized and call.slots and not any(isinstance(x, LazyTensor) for x in leaves):
-            if not _compat.returns_views(func):
-                # PyTorch leaves tensors that are made of constants alone as they are, and they could not be written to.
-                lazies = [_compat.to_functional(y) if isinstance(y, LazyTensor) else y for y in lazies]
-        if _compat.returns_views(func):
+        is_view, of_constants = _compat.returns_views(func), not any(isinstance(x, LazyTensor) for x in leaves)
+        if self.functionalized and call.slots and of_constants and not is_view:
+            # PyTorch leaves tensors that are made of constants alone as they are, and they could not be written to.
+            lazies = [_compat.to_functional(y) if isinstance(y, LazyTensor) else y for y in lazies]
+        if is_view:
             for lazy in lazies:
                 if isinstance(lazy, LazyTensor):
                     self._views.setdefault(_compat.storage_key(lazy.meta), []).append(ref(lazy))
