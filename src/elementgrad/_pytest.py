@@ -26,9 +26,9 @@ FORMAT = 1
 FOLDER = "gradients"
 NAME = re.compile(r"[\w.\-]+")
 SHOWN = 5
-"""So many numbers that differ are shown."""
+"""The number of differences that a failure shows."""
 LARGEST = 10**8
-"""The size of a derivative by a whole tensor is looked up if it has at most so many numbers."""
+"""The most numbers of a derivative by a whole tensor that is computed to learn its scale."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -143,8 +143,8 @@ def _scales(
 ) -> dict[str, float]:
     """Return the sizes relative to which derivatives are rounded, by their names.
 
-    The largest number of a derivative by the whole tensor; of one that is nothing but rounding, as by the biases of
-    keys in attention, the value.
+    That is the largest number of the derivative by the whole tensor. Where this is rounding alone, as by the biases of
+    keys in attention, it is the value.
     """
     import numpy as np
 
@@ -286,7 +286,7 @@ def _differences(name: str, now: _Derivative, kept: _Derivative, scale: float = 
         return [f"{name} is {'complex' if now.array.dtype.kind == 'c' else 'real'} now"]
     before, after = _parts(kept.array), _parts(now.array)
     coarser = max((kept.dtype, now.dtype), key=EPSILON.__getitem__)
-    # As `eg.check` judges gradients: so many units of rounding of the summands, of which the largest number tells.
+    # As in `eg.check`: some units of rounding of the summands, whose size the largest number stands for.
     share = min(BLURRED * EPSILON[coarser], SLACK[coarser])
     bound = share * float(np.max(np.abs(before[np.isfinite(before)]), initial=scale))
     with np.errstate(invalid="ignore"):

@@ -91,6 +91,13 @@ class Pattern:
         Args:
             keys: The positions, in rising order.
             shape: Number of rows and of columns.
+
+        Returns:
+            The pattern.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_keys(np.array([0, 5]), (2, 3))
+        <Pattern (2, 3): 2 of 6 entries, 33.3 %>
         """
         rows = keys // max(1, shape[1])
         starts = np.searchsorted(rows, np.arange(shape[0] + 1))
@@ -98,7 +105,12 @@ class Pattern:
 
     @classmethod
     def from_dense(cls, matrix: Any) -> "Pattern":
-        """Return the entries of a matrix that are not zero (NaN is not), or that are true."""
+        """Return the entries of a matrix that are not zero (NaN is not), or that are true.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(2)).rows.tolist()
+        [0, 1]
+        """
         matrix = np.asarray(matrix)
         if matrix.ndim != 2:
             raise OptionError(f"a pattern is that of a matrix, and this has {matrix.ndim} axes; reshape it to two")
@@ -182,6 +194,13 @@ class Pattern:
         Args:
             rows: The row of each entry.
             columns: The column of each entry, beside `rows`.
+
+        Returns:
+            The indices, as an array of the shape of `rows`.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(3)).positions([2, 0], [2, 1]).tolist()
+        [2, -1]
         """
         keys = np.asarray(rows, dtype=np.int64) * self.shape[1] + np.asarray(columns, dtype=np.int64)
         if not self.size:
@@ -195,6 +214,13 @@ class Pattern:
         Args:
             rows: The rows, in the order of the result; each may be named several times.
             columns: The same for columns.
+
+        Returns:
+            The pattern of that part, with as many rows and columns as are named.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(3)).taken(np.array([1, 2]), np.array([0, 1])).dense().tolist()
+        [[False, True], [False, False]]
         """
         counts = np.diff(self.starts)[rows]
         ends = np.cumsum(counts)
@@ -238,7 +264,12 @@ class Pattern:
         return "\n".join([repr(self)[1:-1], *self.picture(_can_print_braille())])
 
     def picture(self, braille: bool = True) -> list[str]:
-        """Return the lines of the picture. Without `braille`, which has eight dots, a character is one dot."""
+        """Return the lines of the picture. Without `braille`, which has eight dots, a character is one dot.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(3)).picture(braille=False)
+        ['*..', '.*.', '..*']
+        """
         down, across = DOTS.shape if braille else (1, 1)
         high = max(1, min(down * MAX_LINES, self.shape[0]))
         wide = max(1, min(across * MAX_CHARACTERS, self.shape[1]))

@@ -33,7 +33,7 @@ from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate
 
 Array = Any
 UNROLLED = 4000
-"""A loop of at most so many operations is recorded in every iteration; a longer one is one operation."""
+"""The most operations of a loop of which every iteration is recorded; a longer loop is one operation."""
 INDEXED_OPS = {"gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice", "dynamic_update_slice"}
 COPIES = ("add_any", "broadcast_in_dim", "copy", "copy_p", "name", "pvary", "reshape", "squeeze", "transpose")
 """Primitives that compute nothing; lists of operations leave them out."""

@@ -461,7 +461,7 @@ def changes_shape(func: Any) -> bool:
 
 
 def storage_key(x: torch.Tensor) -> int:
-    """Return a number that tensors share if they share their memory; meta tensors have no address."""
+    """Return a number that live tensors share if they share their storage; meta tensors have no address to compare."""
     return x.untyped_storage()._cdata
 
 
