@@ -213,15 +213,15 @@ def _to_json(values: Mapping[str, _Derivative]) -> str:
     return json.dumps({"format": FORMAT, "derivatives": derivatives}, indent=1) + "\n"
 
 
-def _from_json(text: str) -> "dict[str, _Derivative] | None":
-    """Return the derivatives in the text of a file; None if it is no snapshot."""
+def _from_json(text: bytes) -> "dict[str, _Derivative] | None":
+    """Return the derivatives in the content of a file; None if it is no snapshot."""
     import json
 
     try:
         content = json.loads(text)
         known = content["format"] == FORMAT
         return {name: _parse(each) for name, each in content["derivatives"].items()} if known else None
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -255,7 +255,7 @@ def _compare(path: Path, values: Mapping[str, _Derivative], scales: Callable[[],
     """Return what differs from the file; None if nothing does. `scales` takes more runs, and is called if need be."""
     if not path.exists():
         return f"there is no {FOLDER}/{path.name} yet; run pytest --update-gradients to write it, and commit it"
-    kept = _from_json(path.read_text())
+    kept = _from_json(path.read_bytes())
     if kept is None:
         return f"{FOLDER}/{path.name} is no snapshot of this format; run pytest --update-gradients to write it anew"
     if list(kept) != list(values):

@@ -74,7 +74,7 @@ class Investigation:
         self._survey = survey
         self._summaries = summaries
         self._parameters = list(parameters)
-        self._run = SharedRun(call, probe=True)
+        self._run = SharedRun(call)
         self._target = parse_target(None)
         self._questions = {
             each.name: Explanation(call, self._place(each), self._target, True, self._run) for each in self._parameters

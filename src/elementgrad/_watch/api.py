@@ -312,6 +312,8 @@ def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None, argume
 
 def _backend_of(model: Any) -> Backend:
     backend = registry.backend_of_model(model)
+    if backend is not None and backend.name == "jax" and not callable(model):  # a pytree of parameters
+        backend = None
     if backend is None and callable(model):
         backend = next((each for each in registry.imported_backends() if each.name == "jax"), None)
     if backend is None:

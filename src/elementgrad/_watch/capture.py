@@ -30,7 +30,7 @@ from elementgrad._train.patch_file import (
 )
 from elementgrad._watch.backend import CapturedStep, OutputRef, WatchBackend
 from elementgrad._watch.report import WatchReport
-from elementgrad.errors import OptionError
+from elementgrad.errors import OptionError, quoted
 
 FORMAT = "elementgrad-capture"
 VERSION = 1
@@ -128,6 +128,8 @@ def read_capture(
 
     With `arguments` those count in place of the file's, which may lack some.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"{quoted(path)} is not a path; give the name of a file, such as 'nan.capture'")
     name = Path(path).name
     try:
         with open(path, "rb") as file:

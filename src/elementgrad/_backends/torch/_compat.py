@@ -519,6 +519,11 @@ def optimizer_hooks(optimizer: Any) -> tuple[Any, Any]:
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+def all_optimizers_hooks() -> Any:
+    """Return the hooks that every optimizer calls before a step."""
+    return import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
+
+
 def forward_hooks(module: Any) -> Any:
     return module._forward_hooks
 
