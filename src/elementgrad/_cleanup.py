@@ -225,12 +225,12 @@ class Lock:
     """A re-entrant lock that no interrupt can leave locked.
 
     Taking it and recording its holder are one atomic operation (`dict.setdefault`), and the undo checks the holder.
-    Other threads poll: the lock is held for moments, or by a thread that has a model to itself.
+    Other threads poll, since the lock is held for moments, or by a thread that needs a model for itself.
     """
 
     def __init__(self) -> None:
         self._holder: dict[str, list[int]] = {}
-        """The thread that holds it, in a list, as every list is an object of its own."""
+        """The thread that holds it, in a list of this one holder, by which `_release` knows it."""
 
     def take(self) -> None:
         """Take the lock until the innermost open scope is left."""
@@ -447,7 +447,7 @@ class _LastingVerb(scope):
 
 
 def _undo_leftovers() -> None:
-    """Run the undos that an earlier verb did not get to, as after several interrupts in a row."""
+    """Run undos that an earlier verb left behind, as after several interrupts in a row."""
     if _thread.owned:
         for owner, undos in _thread.owned:
             if owner() is None:
@@ -484,7 +484,7 @@ class AttributePatch:
     def enter_for_verb(self, *of: Hashable) -> None:
         """Replace the attributes until the verb ends that is running, so that they are replaced once for all of it.
 
-        A verb whose changes may outlast it has no such end, and its innermost scope is as good then.
+        If the verb's changes may outlast it there is no such end, and the innermost scope is used.
         """
         verb = _thread.scopes[0]
         if not isinstance(verb, _Verb):

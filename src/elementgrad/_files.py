@@ -37,7 +37,7 @@ LINKS = 40
 """The number of links to follow, as in Linux."""
 NPY = ".npy"
 NAME_LIMIT = 2**16 - 1
-"""Bytes that a name can have in a zip archive."""
+"""The most bytes of a name in a zip archive."""
 
 
 def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path:

@@ -26,9 +26,9 @@ FORMAT = 1
 FOLDER = "gradients"
 NAME = re.compile(r"[\w.\-]+")
 SHOWN = 5
-"""So many numbers that differ are shown."""
+"""The number of differences that a failure shows."""
 LARGEST = 10**8
-"""The size of a derivative by a whole tensor is looked up if it has at most so many numbers."""
+"""The most numbers of a derivative by a whole tensor that is computed to learn its scale."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -143,8 +143,8 @@ def _scales(
 ) -> dict[str, float]:
     """Return the sizes relative to which derivatives are rounded, by their names.
 
-    The largest number of a derivative by the whole tensor; of one that is nothing but rounding, as by the biases of
-    keys in attention, the value.
+    That is the largest number of the derivative by the whole tensor. Where this is rounding alone, as by the biases of
+    keys in attention, it is the value.
     """
     import numpy as np
 
@@ -213,15 +213,15 @@ def _to_json(values: Mapping[str, _Derivative]) -> str:
     return json.dumps({"format": FORMAT, "derivatives": derivatives}, indent=1) + "\n"
 
 
-def _from_json(text: str) -> "dict[str, _Derivative] | None":
-    """Return the derivatives in the text of a file; None if it is no snapshot."""
+def _from_json(text: bytes) -> "dict[str, _Derivative] | None":
+    """Return the derivatives in the content of a file; None if it is no snapshot."""
     import json
 
     try:
         content = json.loads(text)
         known = content["format"] == FORMAT
         return {name: _parse(each) for name, each in content["derivatives"].items()} if known else None
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -255,7 +255,7 @@ def _compare(path: Path, values: Mapping[str, _Derivative], scales: Callable[[],
     """Return what differs from the file; None if nothing does. `scales` takes more runs, and is called if need be."""
     if not path.exists():
         return f"there is no {FOLDER}/{path.name} yet; run pytest --update-gradients to write it, and commit it"
-    kept = _from_json(path.read_text())
+    kept = _from_json(path.read_bytes())
     if kept is None:
         return f"{FOLDER}/{path.name} is no snapshot of this format; run pytest --update-gradients to write it anew"
     if list(kept) != list(values):
@@ -286,7 +286,7 @@ def _differences(name: str, now: _Derivative, kept: _Derivative, scale: float = 
         return [f"{name} is {'complex' if now.array.dtype.kind == 'c' else 'real'} now"]
     before, after = _parts(kept.array), _parts(now.array)
     coarser = max((kept.dtype, now.dtype), key=EPSILON.__getitem__)
-    # As `eg.check` judges gradients: so many units of rounding of the summands, of which the largest number tells.
+    # As in `eg.check`: some units of rounding of the summands, whose size the largest number stands for.
     share = min(BLURRED * EPSILON[coarser], SLACK[coarser])
     bound = share * float(np.max(np.abs(before[np.isfinite(before)]), initial=scale))
     with np.errstate(invalid="ignore"):

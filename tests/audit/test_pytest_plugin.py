@@ -69,9 +69,10 @@ def test_bad_snapshots_get_one_sentence(tmp_path):
     twice.snapshot("same", torch.sin, x)
     with pytest.raises(pytest.fail.Exception, match="differ in one run; give each a name of its own"):
         twice.snapshot("same", torch.cos, x)
-    (tmp_path / "gradients" / "test_it.same.json").write_text("{}")
-    with pytest.raises(pytest.fail.Exception, match="is no snapshot of this format"):
-        snapshots(tmp_path).snapshot("same", torch.sin, x)
+    for damaged in (b"{}", b'{"format": 1, "derivatives": {"\xff": 1}}', b"[" * 100_000):
+        (tmp_path / "gradients" / "test_it.same.json").write_bytes(damaged)
+        with pytest.raises(pytest.fail.Exception, match="is no snapshot of this format"):
+            snapshots(tmp_path).snapshot("same", torch.sin, x)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from tensorflow.python.framework.ops import _EagerTensorBase
 from tensorflow.python.ops import gen_math_ops, script_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
+from elementgrad._backends.tensorflow import _compat
+
 pytestmark = pytest.mark.contract
 
 
@@ -466,3 +468,10 @@ def test_tensorflow_reads_numbers_out_of_a_tensor_by_one_method():
         "input_tensors",
         "backward_function",
     ]
+
+
+def test_keras_makes_the_variables_of_a_model_from_the_shapes_of_a_batch():
+    model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dropout(0.5)])
+    model.compile("sgd", "mse")
+    _compat.build_symbolically(model, (tf.ones((4, 3)), tf.ones((4, 2))))
+    assert [tuple(v.shape) for v in model.trainable_variables] == [(3, 2), (2,)]

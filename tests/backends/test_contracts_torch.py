@@ -527,3 +527,19 @@ def test_a_scaler_keeps_the_stage_of_each_optimizer_until_its_update():
     assert id(optimizer) in _compat.optimizer_stages(scaler)
     _compat.set_optimizer_stages(scaler, before)
     scaler.unscale_(optimizer)
+
+
+def test_pytorch_calls_hooks_on_all_optimizers_before_any_of_them_steps():
+    seen = []
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = _compat.all_optimizers_hooks()
+    hooks[-1] = lambda one, args, kwargs: seen.append((one, p.detach().clone()))
+    try:
+        p.grad = torch.ones(2)
+        optimizer.step()
+    finally:
+        del hooks[-1]
+    ((one, before),) = seen
+    assert one is optimizer
+    assert before.tolist() == [1, 1]

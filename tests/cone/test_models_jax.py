@@ -13,6 +13,7 @@ from jax import lax
 import elementgrad as eg
 from elementgrad._backends.jax.cone import program as cone_program
 from elementgrad._backends.jax.tensor import WIDE
+from tests.support.positions import typical_positions
 
 NUMBERS = np.random.default_rng(0)
 
@@ -144,13 +145,6 @@ MODELS = {
 }
 
 
-def places(shape):
-    yield tuple([0 for _ in shape])
-    yield tuple([n - 1 for n in shape])
-    yield tuple([n // 2 for n in shape])
-    yield tuple([n // 2 if axis % 2 else 0 for axis, n in enumerate(shape)])
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_by_cones_are_those_of_the_plain_way(name):
     model, shape = MODELS[name]
@@ -158,7 +152,7 @@ def test_gradients_by_cones_are_those_of_the_plain_way(name):
         x = jnp.asarray(np.random.default_rng(1).normal(size=shape))
         y, sweep = jax.vjp(model, x)
         live = 0
-        for place in places(y.shape):
+        for place in typical_positions(y.shape):
             of = eg.at("output")[place]
             (plain,) = sweep(jnp.zeros_like(y).at[place].set(1))
             by_cone = eg.grad(model, x, of=of, cone=True)

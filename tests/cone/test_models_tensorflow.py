@@ -9,6 +9,7 @@ import pytest
 import elementgrad as eg
 from elementgrad._read.cone import ConeLinearization
 from tests.support.keras_models import computing_in
+from tests.support.positions import typical_positions
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
@@ -128,20 +129,13 @@ MODELS: dict[str, tuple[Callable[[Shape], Any], Shape]] = {
 }
 
 
-def places(shape: Shape) -> Iterator[Shape]:
-    yield tuple([0 for _ in shape])
-    yield tuple([n - 1 for n in shape])
-    yield tuple([n // 2 for n in shape])
-    yield tuple([n // 2 if axis % 2 else 0 for axis, n in enumerate(shape)])
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_by_cones_are_those_of_the_plain_way(name):
     make, shape = MODELS[name]
     model, x = make(shape), tf.constant(np.random.default_rng(1).normal(size=shape))
     live = 0
     J = eg.jacobian(model, x, cone=True)
-    for place in places(tuple(model(x).shape)):
+    for place in typical_positions(tuple(model(x).shape)):
         plain = eg.grad(model, x, of=eg.at("output")[place], cone=False).numpy()
         largest = np.abs(plain).max()
         live += largest > 0

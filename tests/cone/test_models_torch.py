@@ -1,6 +1,6 @@
 """Cones of whole models at corners, borders and centres, against the plain way, in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import elementgrad as eg
+from tests.support.positions import typical_positions
 
 Tensor = torch.Tensor
 
@@ -210,13 +211,6 @@ MODELS: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], tuple[int, ...
 }
 
 
-def places(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    yield tuple([0 for _ in shape])
-    yield tuple([n - 1 for n in shape])
-    yield tuple([n // 2 for n in shape])
-    yield tuple([n // 2 if axis % 2 else 0 for axis, n in enumerate(shape)])
-
-
 @pytest.fixture(autouse=True)
 def _float64():
     torch.set_default_dtype(torch.float64)
@@ -230,7 +224,7 @@ def test_gradients_by_cones_are_those_of_the_plain_way(name):
     make, shape = MODELS[name]
     model, x = make(), torch.randn(shape)
     live = 0
-    for place in places(tuple(model(x).shape)):
+    for place in typical_positions(tuple(model(x).shape)):
         of = eg.at("output")[place]
         plain = eg.grad(model, x, of=of, cone=False)
         by_cone = eg.grad(model, x, of=of, cone=True)

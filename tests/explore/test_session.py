@@ -452,3 +452,24 @@ def test_slow_questions_wait_until_no_other_does():
         future.result(10)
     worker.close()
     assert order == ["first", "second", "slow"]
+
+
+def test_the_small_picture_tells_nan_and_both_infinities_apart():
+    import torch
+
+    x = torch.tensor([float("nan"), float("inf"), float("-inf"), 2.0, -2.0, 0.0])
+    session = Session(lambda x: x * 1, [x])
+    picture = session.answer({"ask": "thumbnails", "tensors": [0]})["thumbnails"][0]
+    steps = np.frombuffer(base64.b64decode(picture["steps"]), np.int8)
+    assert steps.tolist() == [-128, 127, -127, 126, -126, 0]
+
+
+@pytest.mark.parametrize(
+    ("number", "is_exact"), [(2**53 - 1, True), (-(2**53) + 1, True), (2**60, False), (-(2**60), False)]
+)
+def test_it_is_said_when_integers_are_rounded(number, is_exact):
+    import torch
+
+    session = Session(lambda x: x.float(), [torch.tensor([1, number])])
+    notes = session.answer({"ask": "view", "tensor": 0})["scale"]["notes"]
+    assert any("2 to the 53" in note for note in notes) != is_exact

@@ -18,7 +18,7 @@ FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow
 BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_cone", "_backends"}
 """What backends may build on; all else builds on them."""
 INTERFACES = {
-    *("_read.backend", "_train.trainer", "_train.top_backend", "_train.cells", "_train.numbers"),
+    *("_read.backend", "_train.trainer", "_train.top_backend", "_train.kernels", "_train.bits"),
     *("_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay"),
     *("_explain.connect", "_explain.path", "_explain.provenance"),
     *("_audit.backend", "_watch.backend", "_watch.elements"),

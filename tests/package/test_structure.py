@@ -22,6 +22,7 @@ PRIVATE = re.compile(
 """Names of a framework that it may change without notice."""
 SELECTION = {"resolve", "flat", "coords"}
 """The public methods of `Selection`; the others serve the backends."""
+RIDDLES = re.compile(r"(What|Who|Whose|Whether|Where|When|How|Why|Which)\b")
 
 
 def test_a_class_name_exists_once():
@@ -61,6 +62,25 @@ def test_folders_do_not_import_each_other_in_a_circle():
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_docstrings_begin_with_a_verb_or_a_noun(path):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(TREES[path]) if isinstance(node, documented)]
+    assert [docstring for docstring in docstrings if RIDDLES.match(docstring)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_folder_says_what_each_of_its_files_is_for(path):
+    home = path.parent / "__init__.py"
+    if path.parent == SOURCE or path == home:
+        return
+    text = ast.get_docstring(TREES[home]) or ""
+    if path.parent.parent == SOURCE / "_backends":  # all frameworks have the same files, and one text about them
+        text += ast.get_docstring(TREES[SOURCE / "_backends" / "__init__.py"]) or ""
+    main_file = path.stem.lstrip("_").partition("_")[0]  # `watch_run.py` is a part of `watch.py`
+    assert path.stem in text or main_file in text
 
 
 def test_no_file_is_too_long_to_read():

@@ -12,8 +12,8 @@ import torch
 
 import elementgrad as eg
 from elementgrad._show.page import Code, NumbersTable, Page, Prose, Section, StepList, Table
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry
-from elementgrad._train.numbers import BitArray
 
 
 def numbers(html):

@@ -12,8 +12,8 @@ import pytest
 import elementgrad as eg
 from elementgrad._backends import source_location as lines
 from elementgrad._backends.source_location import is_user_code
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry
-from elementgrad._train.numbers import BitArray
 from tests.support.user_files import FILES, WEIGHT
 
 ROOT = Path(eg.__file__).parent.parent

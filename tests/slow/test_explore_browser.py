@@ -203,7 +203,11 @@ def test_a_slider_moves_an_input_element_and_the_numbers_follow(opened):
     for _ in range(3):
         with new_answer(page):
             page.keyboard.press("ArrowRight")
-    value = page.locator(".eg-slider input[type=number]").input_value()
+    number = page.locator(".eg-slider input[type=number]")
+    value = number.input_value()
+    number.fill("")
+    number.press("Enter")
+    assert float(number.input_value()) == float(value)
     edited = eg.at(x)[eg.Place.parse(element).index].set(float(value))
     target = page.locator(".eg-question .eg-value").text_content().removeprefix(" = ")
     assert np.float32(target) == to_numpy(eg.value(net, edited, of="conv2[0, 0, 1, 1]"))
@@ -466,3 +470,121 @@ def test_the_end_of_a_long_name_can_be_read(opened):
     cut = "[...document.querySelectorAll('.eg-name')].filter((one) => one.scrollWidth > one.clientWidth).length"
     assert page.locator(".eg-node").count() == 3
     assert page.evaluate(cut) == 0
+
+
+def test_a_cancelled_read_leaves_what_is_shown(opened):
+    net, x = NETS["torch"]()
+    page = opened(net, x)
+    page.locator(".eg-drivers tbody button").first.click()
+    page.locator(".eg-shares table").wait_for()
+    settle(page)
+    parts = (".eg-hand-title", ".eg-question", ".eg-drivers", ".eg-element", ".eg-source-choice option:checked")
+    before = [page.locator(part).text_content() for part in parts]
+    code = copy_code(page)
+    release = hold(page, "view")
+    page.keyboard.press("/")
+    page.get_by_role("searchbox").fill("conv1[1, 2, 3, 4]")
+    page.get_by_role("searchbox").press("Enter")
+    page.wait_for_function("() => document.querySelector('.eg-hand-title').textContent === 'conv1'")
+    page.locator(".eg-centre canvas.eg-canvas").click(position={"x": 5, "y": 5})  # it still shows the other tensor
+    page.get_by_role("button", name="Cancel").click()
+    release()
+    settle(page)
+    assert [page.locator(part).text_content() for part in parts] == before
+    assert copy_code(page) == code
+    assert page.get_by_label("Example", exact=True).input_value() == "0"
+    with new_answer(page):
+        page.keyboard.press("]")
+    assert page.locator(".eg-question code").text_content() == "conv1[1, 2, 3, 4]"
+
+
+def test_an_error_of_the_model_takes_the_place_of_the_picture(opened):
+    import torch
+
+    net, broken = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)), []
+
+    def breaks(x):
+        if broken:
+            raise RuntimeError("out of luck")
+        return net(x)
+
+    page = opened(breaks, torch.rand(1, 3), "wide")
+    page.locator(".eg-drivers tbody button").first.click()
+    page.locator(".eg-slider").wait_for()
+    settle(page)
+    broken.append(True)
+    with new_answer(page):
+        page.locator(".eg-slider input[type=number]").fill("0.5")
+        page.locator(".eg-slider input[type=number]").press("Enter")
+    assert page.locator(".eg-centre .eg-readout").text_content() == "RuntimeError: out of luck"
+    assert page.locator(".eg-answer > .eg-callout").text_content() == "RuntimeError: out of luck"
+    assert not page.locator("canvas.eg-canvas:visible, .eg-drivers table, .eg-derivative").count()
+    broken.clear()
+    with new_answer(page):
+        page.locator(".eg-slider input[type=number]").fill("0.25")
+        page.locator(".eg-slider input[type=number]").press("Enter")
+    assert page.locator("canvas.eg-canvas:visible").count() == 2
+    assert page.locator(".eg-drivers table").count() == 1
+    assert page.locator(".eg-derivative strong").is_visible()
+
+
+def test_of_many_tokens_there_is_one_for_each_row_of_cells(opened):
+    import torch
+
+    torch.manual_seed(0)
+    net, tokens = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Tanh()), torch.randint(9, (1, 3000))
+    page = opened(net, tokens, tokens=[f"t{place}" for place in range(3000)])
+    go_to(page, "output[0, 2900, 3]")
+    chips = page.locator(".eg-answer .eg-chips button")
+    assert 256 < chips.count() <= 512
+    assert page.locator(".eg-answer .eg-chips [aria-pressed=true]").count() == 0
+    chips.get_by_text("t2900", exact=True).click()
+    page.locator(".eg-shares table").wait_for()
+    assert "0[0, 2900, 3]" in page.locator(".eg-derivative").text_content()
+    assert page.locator(".eg-answer .eg-chips [aria-pressed=true]").text_content() == "t2900"
+    inside = page.evaluate("""() => {
+      const chip = document.querySelector('.eg-answer .eg-chips [aria-pressed=true]').getBoundingClientRect();
+      const box = document.querySelector('.eg-answer .eg-chips').getBoundingClientRect();
+      return chip.top >= box.top && chip.bottom <= box.bottom;
+    }""")
+    assert inside
+
+
+def test_numbers_that_are_not_finite_can_be_seen_without_any_that_are(opened):
+    import torch
+
+    page = opened(lambda x: x / 0, torch.tensor([1.0, -2.0]))
+    page.wait_for_function("() => document.querySelector('.eg-thumb[data-thumb=\"1\"]').width === 2")
+    pixels = page.evaluate("""() => ['.eg-centre canvas.eg-canvas', '.eg-thumb[data-thumb="1"]'].map((selector) => {
+      const canvas = document.querySelector(selector), { width, height } = canvas;
+      const row = [...canvas.getContext('2d').getImageData(0, Math.floor(height / 2), width, 1).data];
+      return [0.25, 0.75].map((part) => row.slice(4 * Math.floor(part * width)).slice(0, 4));
+    })""")
+    assert pixels[0] == pixels[1]
+    assert len({*map(tuple, pixels[0])}) == 2
+    assert all(pixel[3] == 255 for pixel in pixels[0])
+
+
+def test_a_search_without_a_match_says_so_and_an_error_points_at_its_place(opened):
+    net, x = NETS["torch"]()
+    page = opened(net, x)
+    search = page.get_by_role("searchbox")
+    search.fill("nope")
+    assert page.locator(".eg-node").all_text_contents() == ["No name has this in it"]
+    search.fill("conv2[0, 0")
+    search.press("Enter")
+    page.get_by_role("alert").wait_for()
+    *_, place, mark = page.get_by_role("alert").locator("code").text_content().split("\n")
+    assert (place.strip(), mark.strip()) == ("conv2[0, 0", "^")
+    with new_answer(page):
+        search.fill("conv2[0, 0, 1, 1]")
+        search.press("Enter")
+    assert not page.get_by_role("alert").is_visible()
+
+
+def test_tiles_are_beside_each_other_where_there_is_room(opened):
+    net, x = NETS["torch"]()
+    page = opened(net, x)
+    go_to(page, "conv2[0, 0, 1, 1]")
+    box = page.locator(".eg-centre canvas.eg-canvas").bounding_box()
+    assert box["width"] > 2 * box["height"]

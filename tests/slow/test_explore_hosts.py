@@ -184,6 +184,9 @@ def check_widget(page, state, send):
     for row in page.locator(".eg-drivers tbody tr").all():
         element, slope = row.locator("td").all_text_contents()[:2]
         assert gradient[tuple(eg.Place.parse(element).index)] == np.float32(slope)
+    page.get_by_role("button", name="Theme: auto").click(click_count=2)  # light, then dark
+    colour = "getComputedStyle(document.querySelector('.eg-drivers td.eg-number')).color"
+    assert page.evaluate(colour) == "rgb(230, 237, 243)"  # although a page without a doctype has black tables
     page.locator(".eg-drivers tbody button").first.click()
     page.locator(".eg-shares table").wait_for()
     assert page.locator(".eg-code").text_content().startswith("eg.grad(net, x, of=")

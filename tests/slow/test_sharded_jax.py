@@ -52,7 +52,7 @@ def launched(module: str, devices: int, *arguments: object) -> subprocess.Popen:
     )
 
 
-def told(process: subprocess.Popen) -> dict[str, dict]:
+def outcomes_of(process: subprocess.Popen) -> dict[str, dict]:
     try:
         printed, errors = process.communicate(timeout=300)
     finally:
@@ -62,7 +62,7 @@ def told(process: subprocess.Popen) -> dict[str, dict]:
 
 
 def launch_one(folder: Path) -> None:
-    (folder / "told.json").write_text(json.dumps(told(launched("sharded_jax", 4, folder))))
+    (folder / "outcomes.json").write_text(json.dumps(outcomes_of(launched("sharded_jax", 4, folder))))
 
 
 def launch_two(folder: Path) -> None:
@@ -71,7 +71,7 @@ def launch_two(folder: Path) -> None:
         port = free.getsockname()[1]
     both = [launched("sharded_jax_process", 2, number, port, folder) for number in range(2)]
     try:
-        (folder / "told.json").write_text(json.dumps([told(process) for process in both]))
+        (folder / "outcomes.json").write_text(json.dumps([outcomes_of(process) for process in both]))
     finally:
         for process in both:  # the other waits for one that failed
             process.kill()
@@ -79,12 +79,12 @@ def launch_two(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory):
-    return json.loads((once(tmp_path_factory, "mesh", launch_one) / "told.json").read_text())
+    return json.loads((once(tmp_path_factory, "mesh", launch_one) / "outcomes.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    return json.loads((once(tmp_path_factory, "processes", launch_two) / "told.json").read_text())
+    return json.loads((once(tmp_path_factory, "processes", launch_two) / "outcomes.json").read_text())
 
 
 @pytest.mark.parametrize("check", ON_A_MESH)

@@ -27,21 +27,21 @@ def launched(module, folder, **environment):
 def outcomes(processes):
     """Return what each process reports of its checks; all are stopped once one fails."""
     try:
-        told = [process.communicate(timeout=300) for process in processes]
+        printed = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, told, strict=True):
+    for process, (_, errors) in zip(processes, printed, strict=True):
         assert process.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in told]
+    return [json.loads(output.splitlines()[-1]) for output, _ in printed]
 
 
-def told(folder):
-    return json.loads((folder / "told.json").read_text())
+def read_outcomes(folder):
+    return json.loads((folder / "outcomes.json").read_text())
 
 
 def launch_mirrored(folder):
-    (folder / "told.json").write_text(json.dumps(outcomes([launched(sharded_keras_mirrored, folder)])))
+    (folder / "outcomes.json").write_text(json.dumps(outcomes([launched(sharded_keras_mirrored, folder)])))
 
 
 def launch_workers(folder):
@@ -53,19 +53,19 @@ def launch_workers(folder):
         each.close()
     tasks = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in range(2)]
     both = [launched(sharded_keras_workers, folder, TF_CONFIG=json.dumps(task)) for task in tasks]
-    (folder / "told.json").write_text(json.dumps(outcomes(both)))
+    (folder / "outcomes.json").write_text(json.dumps(outcomes(both)))
 
 
 @pytest.fixture(scope="module")
 def mirrored(tmp_path_factory):
     """One process with two virtual devices."""
-    return told(once(tmp_path_factory, "mirrored", launch_mirrored))
+    return read_outcomes(once(tmp_path_factory, "mirrored", launch_mirrored))
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
     """Two processes."""
-    return told(once(tmp_path_factory, "workers", launch_workers))
+    return read_outcomes(once(tmp_path_factory, "workers", launch_workers))
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in sharded_keras_mirrored.CHECKS])

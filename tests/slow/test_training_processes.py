@@ -56,9 +56,9 @@ def test_a_process_killed_while_it_saves_leaves_the_old_patch_or_the_new(tmp_pat
         command, cwd=root, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert min(told["found"].values()) > 0
-    assert told["left"] > 0  # kills that came in the midst of a save
+    report = json.loads(done.stdout)
+    assert min(report["found"].values()) > 0
+    assert report["left"] > 0  # kills that came in the midst of a save
     left = [path for path in tmp_path.iterdir() if path.name != "patch.safetensors"]
     assert all(path.match(".patch.safetensors.????????????????.tmp") for path in left)
     (tmp_path / ".patch.safetensors.other.tmp").write_text("somebody else's")

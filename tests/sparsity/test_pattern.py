@@ -1,5 +1,7 @@
 """Patterns as values: made, joined, drawn, written down and read again."""
 
+import resource
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -54,6 +56,19 @@ def test_a_file_gives_the_pattern_back(tmp_path):
     for name in ("other.npz", "text.npz"):
         with pytest.raises(eg.OptionError, match=r"holds no pattern .*; give a file that Pattern\.save wrote"):
             eg.Pattern.load(tmp_path / name)
+
+
+def test_a_file_stays_as_it_was_where_there_is_no_room(tmp_path):
+    path, (soft, hard) = tmp_path / "band.npz", resource.getrlimit(resource.RLIMIT_FSIZE)
+    eg.Pattern.from_dense(BAND).save(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            eg.Pattern.from_dense(BAND.T).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert eg.Pattern.load(path) == eg.Pattern.from_dense(BAND)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_picture_is_bounded_and_shows_every_entry():

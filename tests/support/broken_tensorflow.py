@@ -97,6 +97,16 @@ def a_function_of_numpy_on_a_tensor():
 
 
 @BROKEN.says("unconnected", "left-framework", wrt="x")
+def memory_that_is_read():
+    factor = tf.Variable(2.0)
+
+    def f(x):
+        return factor * tf.reduce_sum(tf.constant(np.frombuffer(memoryview(x), np.float32)))  # <- here
+
+    return f, X
+
+
+@BROKEN.says("unconnected", "left-framework", wrt="x")
 def a_python_number_in_the_middle():
     def f(x):
         total = float(tf.reduce_sum(x))  # <- here

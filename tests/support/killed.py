@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 
 

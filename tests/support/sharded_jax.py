@@ -3,9 +3,7 @@
 `python -m tests.support.sharded_jax directory` prints what each check found wrong, or null.
 """
 
-import json
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from tests.support.sharded_jax_model import (
     loss,
     numbers,
     parameters,
+    print_outcomes,
     single,
     spread,
     stepper,
@@ -211,14 +210,8 @@ def checks(directory: Path) -> dict[str, Callable[[], Any]]:
 
 def main(directory: str, *wanted: str) -> None:
     jax.config.update("jax_disable_most_optimizations", True)  # of the compiler: most programs run once
-    told = {}
-    for name, check in checks(Path(directory)).items():
-        if not wanted or name in wanted:
-            try:
-                told[name] = {"found": check(), "wrong": None}
-            except Exception:
-                told[name] = {"found": None, "wrong": traceback.format_exc()}
-    print(json.dumps(told))
+    wanted_checks = {name: check for name, check in checks(Path(directory)).items() if not wanted or name in wanted}
+    print_outcomes(wanted_checks)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """A small model on one device and on meshes, its training by elements, and what goes over the wire for it."""
 
+import json
 import re
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -137,3 +139,14 @@ def expected() -> Any:
     """Return the result on one device."""
     params, elements = single()
     return trained(elements, params, None)
+
+
+def print_outcomes(checks: Mapping[str, Callable[[], Any]]) -> None:
+    """Run all checks, and print as JSON what each of them found, or the traceback of its error."""
+    outcomes = {}
+    for name, check in checks.items():
+        try:
+            outcomes[name] = {"found": check(), "wrong": None}
+        except Exception:
+            outcomes[name] = {"found": None, "wrong": traceback.format_exc()}
+    print(json.dumps(outcomes))

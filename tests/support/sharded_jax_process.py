@@ -4,9 +4,7 @@
 wrong, or null, and the bits of what was trained.
 """
 
-import json
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.support.sharded_jax_model import (
     loss,
     numbers,
     parameters,
+    print_outcomes,
     single,
     spread,
     to,
@@ -121,13 +120,7 @@ def main(number: str, port: str, directory: str) -> None:
         checks[f"patches, {layout}"] = partial(patches, layout, Path(directory))
     checks["disagreeing"] = partial(disagreeing, crossing, Path(directory))
     checks["largest"] = partial(largest, crossing)
-    told = {}
-    for name, check in checks.items():
-        try:
-            told[name] = {"found": check(), "wrong": None}
-        except Exception:
-            told[name] = {"found": None, "wrong": traceback.format_exc()}
-    print(json.dumps(told))
+    print_outcomes(checks)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from safetensors import safe_open
 import elementgrad as eg
 from elementgrad._files import replace_file
 from elementgrad._train import patch_file as storage
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.weights import FileTensor, Weights
 from tests.support.made import LONG, counts, shapes_and_indices

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import elementgrad as eg
 from elementgrad._train import patch_file as storage
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry
 from elementgrad._train.gaps import decode_gaps, encode_gaps
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from tests.support.made import counts
 from tests.train.test_patch_files import MARK, scattered

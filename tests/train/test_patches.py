@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elementgrad as eg
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import CHUNK, SAMPLE, _sample, fingerprint, fits
 from elementgrad._train.history import BitsAt
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from tests.support.made import counts
 

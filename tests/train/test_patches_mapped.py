@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elementgrad as eg
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry, map_entries
 from elementgrad._train.folder import read_weights
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.weights import FileTensor, Weights
 from tests.support.homes import HOMES, map_of, trained
 

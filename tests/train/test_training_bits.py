@@ -10,8 +10,8 @@ from torch import nn
 
 import elementgrad as eg
 from elementgrad._backends.torch.train.parameter import cast
+from elementgrad._train.bits import BitArray, cast_array
 from elementgrad._train.match import reverse_patch
-from elementgrad._train.numbers import BitArray, cast_array
 from elementgrad._train.weights import FileTensor, Weights
 from tests.support.frameworks import JAX, TENSORFLOW, TORCH
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import elementgrad as eg
 from elementgrad._cli import main
+from elementgrad._train.bits import BitArray
 from elementgrad._train.match import reverse_patch
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.weights import FileTensor, Weights
 
 

@@ -120,3 +120,74 @@ def test_nothing_is_left_after_an_error_of_the_user():
     del error
     gc.collect()  # Keras keeps the frame of fit in a cycle
     assert type(model.train_function).__name__ == "function"
+
+
+class Unbuilt(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop = keras.layers.Dense(3, activation="relu", name="first"), keras.layers.Dropout(0.2)
+        self.last = keras.layers.Dense(1, name="last")
+
+    def call(self, x, training=None):
+        return self.last(self.drop(self.first(x), training=training))
+
+
+class Pair(keras.Model):
+    """Two models in one, which is never called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Dense(1, name="inner")])
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.inner(x) - y))
+        variables = self.inner.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def fit_unbuilt(kind, *callbacks, bad=None):
+    keras.utils.set_random_seed(0)
+    model = kind()
+    model.compile("adam", None if kind is Pair else "mse")
+    x = np.linspace(-1, 1, 24, dtype="f").reshape(12, 2)
+    y = x[:, :1].copy()
+    if bad is not None:
+        x[bad] = np.nan
+    error = None
+    try:
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=list(callbacks))
+    except eg.WatchError as caught:
+        error = caught
+    return model, error
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_model_without_variables_before_its_first_step_is_watched(step, tmp_path):
+    watch = KerasWatch(capture=tmp_path / "nan.capture")
+    _, error = fit_unbuilt(Unbuilt, watch, bad=(4 * step + 1, 1))
+    assert (error.step, error.place, error.cause) == (step, "x[1, 1]", "bad-input"), str(error)
+    assert watch.replay().same
+
+
+def test_a_model_that_is_built_for_the_watch_has_the_same_bits_and_rules():
+    (plain, _), (watched, error) = fit_unbuilt(Unbuilt), fit_unbuilt(Unbuilt, KerasWatch(capture=None))
+    assert error is None
+    assert all(np.array_equal(x, y) for x, y in zip(plain.get_weights(), watched.get_weights(), strict=True))
+    model, error = fit_unbuilt(Unbuilt, KerasWatch(when={"last/kernel[1]": lambda g: True}, capture=None))
+    assert (error.step, error.cause, error.place) == (0, "rule", "last/kernel[1, 0]")
+    assert "apply" not in vars(model.optimizer)
+    with pytest.raises(eg.PlaceError, match="no parameter is named 'lst/kernel'; nearest"):
+        fit_unbuilt(Unbuilt, KerasWatch(when={"lst/kernel": lambda g: True}))
+
+
+def test_a_model_that_cannot_be_built_alone_is_watched_from_its_first_step(tmp_path):
+    watch = KerasWatch(capture=tmp_path / "nan.capture")
+    _, error = fit_unbuilt(Pair, watch, bad=(5, 1))
+    assert (error.step, error.place, error.cause) == (1, "x[1, 1]", "bad-input"), str(error)
+    assert watch.replay().same
+    _, error = fit_unbuilt(Pair, KerasWatch(capture=None), bad=(1, 1))
+    assert (error.step, error.cause) == (0, "unseen")
+    assert "build it before fit" in error.evidence[0]

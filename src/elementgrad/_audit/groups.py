@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from elementgrad._audit.backend import AuditedParameter, Summaries, separator_of
+from elementgrad._audit.custom_rules import find_differing_rules, is_flat
 from elementgrad._audit.result import Finding, Problem
-from elementgrad._audit.rules import find_differing_rules, is_flat
 from elementgrad._audit.survey import Survey, ZeroSlices
 from elementgrad._audit.units import HARMLESS_CAUSES, LostGradient, ZeroFactor, follow_slices, lies_apart, usual_cause
 from elementgrad._explain.api import Explanation, SharedRun
@@ -74,7 +74,7 @@ class Investigation:
         self._survey = survey
         self._summaries = summaries
         self._parameters = list(parameters)
-        self._run = SharedRun(call, probe=True)
+        self._run = SharedRun(call)
         self._target = parse_target(None)
         self._questions = {
             each.name: Explanation(call, self._place(each), self._target, True, self._run) for each in self._parameters

@@ -11,11 +11,11 @@ from elementgrad._audit.result import Finding, Problem
 from elementgrad._explain.differences import EPSILON
 
 BESIDE = 4
-"""So many parameters before and after one, of the same kind, are its neighbours."""
+"""The number of parameters of the same kind, on either side, that are the neighbours of one."""
 OUTLYING = 1e4
-"""A gradient so many times larger or smaller than those of its neighbours is notable."""
+"""The factor by which a notable gradient is larger or smaller than those of its neighbours."""
 UNMOVED = 2.0**10
-"""A bias counts as unmoved if its gradient is up to so many units of rounding of that of its weight."""
+"""The largest gradient of a bias that counts as unmoved, in units of rounding of the gradient of its weight."""
 SHARE = 0.25
 """A bias is notable if at least this share of its elements is unmoved: a third of a fused one are keys."""
 

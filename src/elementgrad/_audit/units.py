@@ -22,12 +22,12 @@ Tensor = Any
 HARMLESS_CAUSES = frozenset({"row-not-used", "unused", "not-selected", "dropped", "tie", "cancelled", None})
 """The batch, the numbers drawn or a choice take other elements: no fault of the model."""
 FAR, RATHER_FAR = 12.0, 4.0
-"""A unit lies apart if its largest input is so many spreads of the layer below the middle of it. In fresh networks with
-rectifiers it is up to 6."""
+"""A unit lies apart if its largest input is this many spreads of the layer below the middle of it. In fresh networks
+with rectifiers it is up to 6."""
 STEADY = 12.0
-"""A unit lies apart if its mean is so many of its own spreads below zero,"""
+"""A unit lies apart if its mean is this many of its own spreads below zero,"""
 MORE_STEADY, RATHER_STEADY = 40.0, 15.0
-"""and if that is so many times more than is usual in the layer. In fresh networks it is up to 12 times."""
+"""and if that is this many times what is usual in the layer. In fresh networks it is up to 12 times."""
 MOST = 0.75
 """If more than this share of at least `ENOUGH` units is dead, that is no chance."""
 ENOUGH = 8

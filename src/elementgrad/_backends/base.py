@@ -59,7 +59,7 @@ class DtypeRange(NamedTuple):
     low: Any
     high: Any
     below: Any
-    """The highest number that is too low. It is not next to `low`: a float just below `low` is rounded to it."""
+    """The highest number that is too low. Of floats it is not next to `low`: those in between round to `low`."""
     above: Any
     """The lowest number that is too high."""
 
@@ -73,8 +73,8 @@ class DtypeRange(NamedTuple):
     def from_floats(cls, info: Any) -> "DtypeRange":
         """Return the range that a `finfo` describes, whichever library it is of."""
         high = float(info.max)
-        # The first number that rounds to infinity is half a step beyond the largest. Their sum is an exact int, as
-        # for float64 it is no float.
+        # The first number that rounds to infinity is half a step beyond the largest. It is computed as an int, since
+        # float64 cannot hold it.
         half = math.ldexp(float(info.eps), math.frexp(high)[1] - 2)
         above = int(high) + int(half) if half >= 1 else high + half
         return cls(-high, high, -above, above)

@@ -16,9 +16,9 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 MAX_OBJECTS = 20_000
-"""So many objects are looked at; a function that reaches more is searched in part."""
+"""The most objects that are searched; of a function that reaches more, the rest is left out."""
 MAX_DEPTH = 4
-"""So deep are the values of a container searched for recorded tensors."""
+"""The levels of nested containers that are searched for recorded tensors."""
 ATOMS = (str, bytes, int, float, complex, type(None), ModuleType, CodeType, range, slice)
 MISSING = object()
 

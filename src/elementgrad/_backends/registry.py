@@ -78,7 +78,7 @@ def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
 
 
 def is_shared_object(value: Any) -> bool:
-    """Return True for a container that is one object, and no copy, wherever a tree has it."""
+    """Return True for a container that keeps its identity in a tree, and is not copied."""
     kind = type(value)
     if kind in (dict, list, tuple):
         return False

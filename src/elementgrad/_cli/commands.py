@@ -315,7 +315,7 @@ class GradientResult:
 
     wrt: str
     values: np.ndarray
-    """In float32 where NumPy does not know the dtype."""
+    """As float32 where NumPy does not know the dtype."""
     dtype: str
 
     @classmethod

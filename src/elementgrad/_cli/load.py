@@ -1,4 +1,4 @@
-"""Load what a command is about: a function or model of the user's, and its inputs as tensors of its framework.
+"""Load the function or model that a command names, and its inputs as tensors of its framework.
 
 Objects are named `file.py:name` or `package.module:name`. Inputs are arrays from files, JSON, or such objects; arrays
 become tensors once the framework is known.
@@ -28,7 +28,7 @@ from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments, referenced_values
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place, is_pattern
-from elementgrad._train.numbers import VIEWS
+from elementgrad._train.bits import VIEWS
 from elementgrad._train.weights import DTYPES
 from elementgrad.errors import require_packages
 

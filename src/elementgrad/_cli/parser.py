@@ -280,7 +280,7 @@ With WEIGHTS, exit code 1 says that the patch was not made for them.""",
     diff = _add_command(
         actions,
         "diff",
-        "the patch that makes one checkpoint of another",
+        "the patch that turns one checkpoint into another",
         """examples:
   elementgrad patch diff base/ tuned/ --out patch.safetensors
   elementgrad patch diff base.safetensors tuned.npz --out patch.safetensors --no-originals
@@ -376,8 +376,10 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 
 def _add_places(command: argparse.ArgumentParser, several: bool = False) -> None:
-    command.add_argument("--of", metavar="PLACE", action=SingleValue, help="what to derive, such as 'head[0, 3]'")
-    text = "by what, such as 'conv1[0, 12, 5:9]'" + ("; may be given several times" if several else "")
+    command.add_argument(
+        "--of", metavar="PLACE", action=SingleValue, help="what to differentiate, such as 'head[0, 3]'"
+    )
+    text = "with respect to what, such as 'conv1[0, 12, 5:9]'" + ("; may be given several times" if several else "")
     command.add_argument("--wrt", metavar="PLACE", action="append" if several else SingleValue, help=text)
 
 

@@ -9,6 +9,7 @@ leaves one operation, by its kind and its numbers, and has the table of kinds. `
 by running the function at other numbers or in another precision. `diagnosis.py` is the answer, and `causes.py` has the
 words for each cause.
 
-`check.py` compares entries of a derivative with differences of values, as `differences.py` judges them.
-`dependence.py` finds which elements of an operation's results depend on which of its operands.
+`check.py` compares entries of a derivative with differences of values, as `differences.py` judges them. `dependence.py`
+finds which elements of an operation's results depend on which of its operands, and `provenance.py` where a tensor from
+before a training step came from.
 """

@@ -126,7 +126,7 @@ def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
 
 
 def _explain_each(call: BoundCall, targets: Any, places: Any, probe: bool) -> Any:
-    recording = SharedRun(call, probe)
+    recording = SharedRun(call)
 
     def ask(target: Place) -> Any:
         return pytree.map_tree(places, lambda place: Explanation(call, place, target, probe, recording))
@@ -140,9 +140,8 @@ def _explain_each(call: BoundCall, targets: Any, places: Any, probe: bool) -> An
 class SharedRun:
     """One run of a function that serves several questions, or one run for each where that is not possible."""
 
-    def __init__(self, call: BoundCall, probe: bool):
+    def __init__(self, call: BoundCall):
         self._call = call
-        self._probe = probe
         self._sources: list[TensorRef] = []
         self._targets: list[TensorRef] = []
         self._questions = 0
@@ -166,7 +165,7 @@ class SharedRun:
 
     def _record(self, sources: Sequence[TensorRef], targets: Sequence[TensorRef]) -> Record:
         run = PartialCall(self._call, sources, targets, stops=False)
-        return self._call.backend.load("explain").record(run, [source.tensor for source in sources], self._probe)
+        return self._call.backend.load("explain").record(run, [source.tensor for source in sources])
 
     def trace(self, source: TensorRef, target: TensorRef) -> Trace:
         """Return the run, seen from a source to a target."""
@@ -181,7 +180,7 @@ class Explanation(pytree.Leaf):
     def __init__(
         self, call: BoundCall, place: Place, target_place: Place, probe: bool, recording: SharedRun | None = None
     ):
-        self._recording = recording or SharedRun(call, probe)
+        self._recording = recording or SharedRun(call)
         self._call = call
         self._backend = call.backend
         self._place = place
@@ -217,13 +216,13 @@ class Explanation(pytree.Leaf):
         probe = Probe(self._call, source, self.target, of, wrt, self._run_limit)
         replay = Replay(trace, *probe.seeds, probe.wrt)
         try:
-            gradient, largest = self._gradient(trace, replay, probe)
+            gradient, largest = self._gradient(replay, probe)
         except Exception as error:
             hint = trace.hint_for_error(error)
             if hint is None:
                 raise
             return self._diagnosis("unconnected", CauseFinding.of_hint(hint), path)
-        return self._judge(trace, replay, path, probe, gradient, largest)
+        return self._judge(replay, path, probe, gradient, largest)
 
     @cached_property
     def source(self) -> TensorRef:
@@ -278,12 +277,12 @@ class Explanation(pytree.Leaf):
             self._failures.append(cannot_follow(error))
             return None
 
-    def _gradient(self, trace: Trace, replay: Replay, probe: Probe) -> tuple[np.ndarray | None, float]:
+    def _gradient(self, replay: Replay, probe: Probe) -> tuple[np.ndarray | None, float]:
         """Return the gradient at the chosen elements as float64 (None without a path), and the largest of all."""
         gradient = replay.gradient()
         if gradient is None:
             return None, 0.0
-        gradient = trace.apply_source_hooks(gradient)
+        gradient = replay.trace.apply_source_hooks(gradient)
         if len(probe.of) == 1:
             selection = probe.wrt_operand.base
             self._value = gradient if selection is None else self._backend.take(gradient, selection)
@@ -291,14 +290,9 @@ class Explanation(pytree.Leaf):
         return values[probe.wrt], float(np.abs(values).max(initial=0.0))
 
     def _judge(
-        self,
-        trace: Trace,
-        replay: Replay,
-        path: DataPath,
-        probe: Probe,
-        gradient: np.ndarray | None,
-        largest: float,
+        self, replay: Replay, path: DataPath, probe: Probe, gradient: np.ndarray | None, largest: float
     ) -> Diagnosis:
+        trace = replay.trace
         if isinstance(trace, OpaqueTrace):
             return self._judge_without_path(path, gradient)
         untracked = any(hint.cause == "not-tracked" for hint in trace.graph.hints)
@@ -379,25 +373,13 @@ class OpaqueTrace(Trace):
     """The derivative of a run of which no operation was seen, as when a framework has changed."""
 
     def __init__(self, backend: Backend, run: PartialCall, source: Tensor | None):
-        self._backend = backend
-        self.numbers = Numbers(backend)
-        self._run = run
-        self._source = source
-        captured: list[Tensor] = []
-
-        def capture(x: Tensor) -> Tensor:
-            captured.append(x)
-            return x
-
-        with backend.isolated(run.function):
-            (self.target,) = run(capture if source is None else source)
-        self.source = captured[0] if source is None else source
-        self.graph = OpGraph((), 0, 1, frozenset((0, 1)))
+        self._backend, self._linear = backend, backend.linearize(run, [source], False, 1)
+        self.graph, self.numbers = OpGraph((), 0, 1, frozenset((0, 1))), Numbers(backend)
+        self.source = self._linear.inputs[0] if source is None else source
+        self.target = self._linear.value(0)
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        return weighted_gradient(
-            self._backend, self._backend.linearize(self._run, [self._source], False, 1), of, weights
-        )
+        return weighted_gradient(self._backend, self._linear, of, weights)
 
 
 def suspect_hints(graph: OpGraph) -> list[Hint]:

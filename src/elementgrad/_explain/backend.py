@@ -26,12 +26,8 @@ class ExplainBackend(ABC):
     name: str
 
     @abstractmethod
-    def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
-        """Run a function once, from some tensors to others, and return the record.
-
-        A source is None for an activation. With `probe`, the function may run again with a source changed, to show
-        dependence that no recorded operation shows.
-        """
+    def record(self, run: TensorFunction, sources: Sequence[Tensor | None]) -> Record:
+        """Run a function once, from some tensors (None for an activation) to others, and return the record."""
 
     @abstractmethod
     def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:

@@ -129,6 +129,10 @@ def _moved_beside(path: DataPath, cuts: Sequence[Op], exits: Sequence[Op]) -> Ca
         return CauseFinding("discrete", branch, [BRANCHES])
     if exits:
         return _left_framework(exits)
+    imports = [op for op in path.graph.ops if op.from_python and not op.hidden]
+    imports = [op for op in imports if not path.to_target.isdisjoint(op.outputs)]
+    if imports:  # its numbers left in a way that is not seen, such as a function of SciPy
+        return _left_framework([replace(op, operation="numpy") for op in imports])
     return CauseFinding(None, None, ["the output changes with it, but no recorded operation leads there"])
 
 

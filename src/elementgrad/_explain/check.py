@@ -315,7 +315,7 @@ def _element_name(operand: Operand, row: int, backend: Backend) -> str:
 def _blame_mismatch(call: BoundCall, source: TensorRef, target: TensorRef, entry: CheckedEntry) -> Diagnosis:
     """Find the operation where gradient and values part, as far as the framework can tell."""
     run = PartialCall(call, [source], [target], stops=False)
-    trace = call.backend.load("explain").record(run, [source.tensor], True).trace(0, 0)
+    trace = call.backend.load("explain").record(run, [source.tensor]).trace(0, 0)
     path = DataPath(trace.graph)
     suspects = suspect_hints(trace.graph)
     if entry.gradient is None:

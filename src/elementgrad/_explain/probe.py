@@ -247,7 +247,7 @@ class SampledCall:
     def lowest_precision(self, known: str) -> str:
         """Return the lowest precision in which something is computed from the source, at most the `known` one."""
         with self.backend.precision(self.dtype):
-            graph = self.backend.load("explain").record(self._run, self.tensors, True).trace(0, 0).graph
+            graph = self.backend.load("explain").record(self._run, self.tensors).trace(0, 0).graph
         pairs = [pair for op in graph.ops for pair in zip(op.outputs, op.results, strict=False)]
         names = [precision_of(self.backend, x) for value, x in pairs if value in graph.connected]
         return max([known, *[name for name in names if name in EPSILON]], key=EPSILON.__getitem__)

@@ -39,17 +39,19 @@ class Replay:
     """A recorded run, and the elements of its source and target that are asked about."""
 
     def __init__(self, trace: Trace, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray):
-        self._trace = trace
+        self.trace = trace
         self._ops = trace.graph.ops
         self._connected = trace.graph.connected
         self._numbers = trace.numbers
         self._of, self._weights, self._wrt = of, weights, wrt
         self._sources = [trace.graph.source, *trace.later_ids]
         self.is_random = trace.graph.is_random
+        self._nonzero: dict[int, np.ndarray] = {}
+        """By value, which elements have a gradient, once that was pulled back."""
 
     def tangents(self) -> Tangents | None:
         """Push tangents from the source's elements."""
-        trace = self._trace
+        trace = self.trace
         with trace.following():
             pushed = self._push(self._ops, trace.source)
             if pushed is None:
@@ -66,7 +68,7 @@ class Replay:
 
         Return their sizes at each operation and that of the target; None if an operation has no rule.
         """
-        numbers, target = self._numbers, self._trace.graph.target
+        numbers, target = self._numbers, self.trace.graph.target
         tangents = dict.fromkeys(self._sources, numbers.at(source, self._wrt, uneven_weights(len(self._wrt))))
         sizes: dict[Op, TangentSizes] = {}
         last_use = {value: op for op in ops for value in op.inputs if value != target}
@@ -108,7 +110,7 @@ class Replay:
 
         Errors of the framework pass through.
         """
-        trace, pulled = self._trace, None
+        trace, pulled = self.trace, None
         if trace.follows_rules:
             if trace.graph.target not in self._connected:
                 return None
@@ -130,15 +132,19 @@ class Replay:
     def _pulled(self) -> tuple[Mapping[Op, CotangentSizes] | None, Tensor | None]:
         """The sizes of the cotangents, and that of the source itself."""
         arrived: dict[int, Tensor] = {}
+        target, source = self.trace.graph.target, self.trace.graph.source
 
         def see(value: int, cotangent: Tensor) -> None:
-            if value == self._trace.graph.source:
+            nonzero = self._numbers.array(cotangent) != 0
+            self._nonzero[value] = np.broadcast_to(True, nonzero.shape) if nonzero.all() else nonzero
+            if value == source:
                 arrived[value] = cotangent
 
+        seed = {target: self._numbers.at(self.trace.target, self._of, self._weights)}
         chosen = self._sources, self._wrt
-        with self._trace.following():
-            sizes = pull_cotangents(self._ops, self._connected, self._seed(), self._numbers, chosen, see)
-        return sizes, next(iter(arrived.values()), None)
+        with self.trace.following():
+            sizes = pull_cotangents(self._ops, self._connected, seed, self._numbers, chosen, see)
+        return sizes, arrived.get(source)
 
     def overlap(self) -> ReachOverlap | None:
         """Find, element by element, what can move with the source's elements and has a gradient.
@@ -146,30 +152,22 @@ class Replay:
         Dependence is followed through cuts as well. Values without a derivative are never alive.
         """
         numbers = self._numbers
-        masks = dict.fromkeys(self._sources, mask_at(self._trace.source, self._wrt))
-        alive: set[int] = set()
-
-        def see(value: int, cotangent: Tensor) -> bool:
-            if value in masks and numbers.array(cotangent)[masks[value]].any():
-                alive.add(value)
-            return value in alive
-
-        with self._trace.following():
+        masks = dict.fromkeys(self._sources, mask_at(self.trace.source, self._wrt))
+        with self.trace.following():
             for op in self._ops:
                 if any(value in masks for value in op.inputs):
                     dependent = dependent_outputs(op, [masks.get(value) for value in op.inputs], numbers)
                     pairs = [pair for pair in zip(op.outputs, dependent, strict=False) if pair[1].any()]
                     # What is true everywhere takes no memory.
                     masks.update({n: np.broadcast_to(True, mask.shape) if mask.all() else mask for n, mask in pairs})
-            readers = [op for op in self._ops if not masks.keys().isdisjoint(op.inputs)]
-            moving = len(masks) > len(self._sources)
-            if moving and pull_cotangents(readers, self._connected, self._seed(), numbers, see=see) is None:
-                return None
+        if len(masks) > len(self._sources) and self._pulled[0] is None:
+            return None
+        alive = {n for n, nonzero in self._nonzero.items() if n in masks and (nonzero & masks[n]).any()}
         return ReachOverlap(set(masks), alive)
 
     def finite_flags(self) -> Mapping[Op, FiniteFlags]:
         """Check which inputs and outputs are finite."""
-        with self._trace.following():
+        with self.trace.following():
             return {op: finite_flags(op, self._numbers) for op in self._ops if op.operands}
 
     def is_finite_in_float64(self, op: Op, gradient: bool) -> bool:
@@ -179,7 +177,7 @@ class Replay:
         """
         numbers = self._numbers
         try:
-            with self._trace.following(), numbers.in_float64():
+            with self.trace.following(), numbers.in_float64():
                 wide = self._widen(op, {})
                 results: Sequence[Tensor | None] = wide.results
                 if gradient:
@@ -196,7 +194,7 @@ class Replay:
         Values are dropped after their last use, so that this takes little memory. None if an operation does not run in
         float64, or gives numbers of less precision.
         """
-        trace, numbers = self._trace, self._numbers
+        trace, numbers = self.trace, self._numbers
         needed = DataPath(trace.graph).to_target
         ops = [op for op in self._ops if op.results and not needed.isdisjoint(op.outputs)]
         last_use = {value: op for op in ops for value in op.inputs}
@@ -243,7 +241,7 @@ class Replay:
 
         What left the framework in the run stays as it was. TypeError if an operation rounds what is `wide`.
         """
-        trace, numbers = self._trace, self._numbers
+        trace, numbers = self.trace, self._numbers
         with trace.following(), numbers.in_float64() if wide else nullcontext():
             x = numbers.moved(trace.source, position, by)
             source = numbers.like(x, numbers.widen(trace.source) if wide else trace.source)
@@ -253,10 +251,6 @@ class Replay:
                     values.update(zip(op.outputs, self._run_again(op, values, wide).results, strict=True))
             target = values.get(trace.graph.target, trace.target)
             return self._floats(target).reshape(-1)[self._of]
-
-    def _seed(self) -> dict[int, Tensor]:
-        trace = self._trace
-        return {trace.graph.target: self._numbers.at(trace.target, self._of, self._weights)}
 
 
 def finite_flags(op: Op, numbers: Numbers) -> FiniteFlags:
@@ -286,16 +280,15 @@ def pull_cotangents(
 ) -> dict[Op, CotangentSizes] | None:
     """Pull cotangents back through the operations; return their sizes at each operation.
 
-    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped, and says
-    False of one that is not to be pulled further. `totals` are known sums of all that arrives at some values, and
-    replace what is pulled back to these.
+    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped. `totals`
+    are known sums of all that arrives at some values, and replace what is pulled back to these.
     """
     sizes: dict[Op, CotangentSizes] = {}
     for op in reversed(ops):
-        arriving = [cotangents.pop(value, None) for value in op.outputs]
-        pairs = zip(op.outputs, arriving, strict=True)
-        arriving = [None if g is None or see(value, g) is False else g for value, g in pairs]
-        arriving = [totals.get(value, g) for value, g in zip(op.outputs, arriving, strict=True)]
+        pulled_back = {value: cotangents.pop(value) for value in op.outputs if value in cotangents}
+        for value, g in pulled_back.items():
+            see(value, g)
+        arriving = [totals.get(value, pulled_back.get(value)) for value in op.outputs]
         pairs = zip(op.inputs, op.operands, strict=False)
         wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
         if all(g is None for g in arriving) or not any(wanted) or not op.results:

@@ -7,5 +7,7 @@ which keeps them for a while. `walk.py` follows them from layer to layer, and `v
 cells, reduced where there are too many. `messages.py` checks what a page sends before anything is done.
 
 One front end (`page.js`, a single ES module, with `page.css`) has two hosts: `widget.py` in a notebook, and `server.py`
-on the loopback interface, which puts both files and the names into the one page `page.html`. `api.py` has `eg.explore`.
+on the loopback interface, which puts both files and the names into the one page `page.html`. Both read on the one
+thread of a `Worker` (`worker.py`). `spelling.py` has the words of the user's code for code that is copied. `api.py` has
+`eg.explore`.
 """

@@ -58,6 +58,9 @@ const makeColours = (stops) => {
 };
 const hex = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
 
+// Questions whose failure is shown where their answer would be.
+const SHOWN_IN_PLACE = ["tensor", "gradient", "shares"];
+
 const KEYS = [
   ["/", "search the names"], ["Arrow keys", "move in the tree or in a picture"], ["Enter", "choose the element or name"],
   ["+  −  0", "zoom a picture in, out, and back"], ["f", "zoom to the framed field"],
@@ -114,12 +117,25 @@ class Picture {
     if (this.composite && tiles > 1) {
       notes.push(this.gradient ? `at each pixel the largest gradient of ${tiles} channels` : `${tiles} channels in one picture`);
     }
+    if (this.row.layout.kind === "tokens" && this.positions) notes.push("the tokens are those of these numbers");
     this.notes.textContent = notes.map((note) => note[0].toUpperCase() + note.slice(1)).join(". ");
     this.canvas.setAttribute("aria-label", `${this.options.label()}: ${scale.description}. ${notes.join(". ")}`);
     this.makeTools();
     this.makeChips();
     this.resize();
     this.read();
+  }
+
+  // There is nothing to draw, for this reason.
+  clear(why) {
+    Object.assign(this, { data: null, row: null, gradient: null, cursor: null, marked: null, field: null });
+    this.app.keepFocus(this.element, () => {
+      for (const element of [this.tools, this.chips, this.scale]) element.replaceChildren();
+      this.canvas.blur();
+      this.canvas.hidden = true;
+    });
+    this.notes.textContent = "";
+    this.readout.textContent = why;
   }
 
   get composite() { return this.row.layout.kind === "image"; }  // all channels are one picture
@@ -178,14 +194,15 @@ class Picture {
     const width = Math.max(120, (this.stage.clientWidth || 326) - 6), height = this.options.height();
     this.bars = rows === 1 && count === 1;
     const gap = count > 1 ? 6 : 0;
-    let across = 1, side = 0;
+    let across = 1, side = 0, rowsOfTiles = Infinity;
     if (this.bars) {
-      this.geometry = { across: 1, gap: 0, width, height: columns === 1 ? 64 : 200, cell: [width / columns, 0] };
+      const wide = Math.min(width, columns * 72);
+      this.geometry = { across: 1, gap: 0, width: wide, height: columns === 1 ? 64 : 200, cell: [wide / columns, 0] };
     } else {
       for (let tried = 1; tried <= count; tried += 1) {
         const down = Math.ceil(count / tried);
         const cell = Math.min((width - gap * (tried - 1)) / tried / columns, (height - gap * (down - 1)) / down / rows, 44);
-        if (cell > side) { side = cell; across = tried; }
+        if (cell > side || (cell === side && down < rowsOfTiles)) { side = cell; across = tried; rowsOfTiles = down; }
       }
       // Tiles that would be too small to be hit are as large as that, and the stage scrolls.
       if (count > 1 && side * Math.min(rows, columns) < 30) {
@@ -305,12 +322,12 @@ class Picture {
     context.fillStyle = this.app.style("--eg-line");
     context.fillRect(0, zero - 0.5, width, 1);
     for (let c = 0; c < columns; c += 1) {
-      const value = numbers[c], part = Number.isFinite(value) ? limit(value / end, -1, 1) : 1;
-      const size = Number.isFinite(value) ? Math.max(1, Math.abs(part) * end * unit) : zero;
-      const [red, green, blue] = this.colour(Number.isFinite(value) ? Math.sign(part) * end * (0.4 + 0.6 * Math.abs(part)) : value, end);
+      const value = numbers[c], isFinite = Number.isFinite(value), part = limit(value / end, -1, 1);
+      const size = Math.max(1, Math.abs(part) * end * unit), margin = cell > 3 ? 1 : 0, wide = Math.max(0.75, cell - 2 * margin);
+      const [red, green, blue] = this.colour(isFinite ? Math.sign(part) * end * (0.4 + 0.6 * Math.abs(part)) : value, end);
       context.fillStyle = `rgb(${red} ${green} ${blue})`;
-      const margin = cell > 3 ? 1 : 0, wide = Math.max(0.75, cell - 2 * margin);
-      if (value !== 0) context.fillRect(c * cell + margin, part < 0 ? zero : zero - size, wide, size);
+      const [y, tall] = isFinite ? [part < 0 ? zero : zero - size, size] : [1, height - space - 2];
+      if (value !== 0) context.fillRect(c * cell + margin, y, wide, tall);
     }
     if (space === 2) return;
     Object.assign(context, { fillStyle: this.app.style("--eg-faint"), font: "12px system-ui, sans-serif", textAlign: "center" });
@@ -511,9 +528,10 @@ class Picture {
   }
 
   read() {
+    if (!this.data) return undefined;
     const cell = this.cursor || this.cellOf(this.marked), { narrow, narrowGradient } = this.data;
     const say = (text) => { this.readout.textContent = text; };
-    if (!cell) return say("Point at an element, or move to one with the arrow keys.");
+    if (!cell) return say(this.canvas.hidden ? "Choose one of these." : "Point at an element, or move to one with the arrow keys.");
     if (!this.cursor && !this.hasExactly(this.marked)) {
       return say(`${this.app.text(this.row, this.marked)} is one of several numbers in the framed cell; zoom in for it.`);
     }
@@ -614,25 +632,31 @@ class Picture {
     this.chips.hidden = kind !== "tokens";
     if (kind !== "tokens") return this.chips.replaceChildren();
     const axis = row === null ? column : row, texts = this.texts(example === null ? 0 : this.data.window.index[example]);
-    const ends = row === null ? this.data.window.columns : this.data.window.rows, block = this.data.block[row === null ? 1 : 0];
-    const numbers = this.gradient || this.values, scale = this.gradient ? this.data.gradientScale : this.data.scale;
-    const best = new Map();
-    for (let r = 0; r < this.size.rows; r += 1) for (let c = 0; c < this.size.columns; c += 1) {
-      const at = ends[0] + (row === null ? c : r) * block, cell = { t: 0, r, c };
-      if (!best.has(at) || Math.abs(numbers[this.at(cell)]) > Math.abs(numbers[this.at(best.get(at))])) best.set(at, cell);
-    }
-    return this.chips.replaceChildren(...texts.map((text, at) => {
-      const cell = best.get(at), value = cell ? numbers[this.at(cell)] : 0, chosen = this.marked && this.marked[axis] === at;
-      const chip = make("button", {
-        type: "button", "aria-pressed": String(!!chosen), title: cell ? `largest in size: ${show(value, this.data.narrow)}` : "",
-        onclick: () => cell && this.options.onPick(this.indexOf(cell)),
-      }, text);
+    const [numbers, narrow, scale] = this.gradient ? [this.gradient, this.data.narrowGradient, this.data.gradientScale]
+      : [this.values, this.data.narrow, this.data.scale];
+    const size = (cell) => { const number = Math.abs(numbers[this.at(cell)]); return Number.isNaN(number) ? Infinity : number; };
+    // One for each row of cells (where they are in a line, for each cell), with the text of its largest number.
+    const cells = Array.from({ length: row === null ? this.size.columns : this.size.rows }, (_, place) => {
+      if (row === null) return { t: 0, r: 0, c: place };
+      let best = { t: 0, r: place, c: 0 };
+      for (let c = 1; c < this.size.columns; c += 1) if (size({ t: 0, r: place, c }) > size(best)) best = { t: 0, r: place, c };
+      return best;
+    });
+    this.chips.replaceChildren(...cells.map((cell) => {
+      const index = this.indexOf(cell), value = numbers[this.at(cell)];
+      const title = `${this.gradient ? "gradient of " : ""}${this.app.text(this.row, index)} = ${show(value, narrow)}`;
+      const pick = { "aria-pressed": String(!!this.marked && this.marked[axis] === index[axis]), title, onclick: () => this.options.onPick(index) };
+      const chip = make("button", { type: "button", ...pick }, texts[index[axis]]);
       if (this.gradient || row !== null) {
         const [red, green, blue] = this.colour(value, scale.limit);
         chip.style.setProperty("--chip", `rgb(${red} ${green} ${blue})`);
       }
       return chip;
     }));
+    // Scroll to what is chosen, or to the chip that stands for it; the page itself stays where it is.
+    const marked = this.cellOf(this.marked), chip = marked && this.chips.children[row === null ? marked.c : marked.r];
+    this.chips.scrollTop = chip ? chip.offsetTop - this.chips.offsetTop - this.chips.clientHeight / 2 : 0;
+    return undefined;
   }
 }
 
@@ -641,7 +665,7 @@ class Tree {
   constructor(app, onchoose) {
     Object.assign(this, { app, onchoose, query: "", thumbnails: new Map(), wanted: new Set() });
     this.search = make("input", {
-      type: "search", placeholder: "Search, or a[0, 3, 2]", "aria-label": "Search the names, or go to a place",
+      type: "search", maxLength: 500, placeholder: "Search, or a[0, 3, 2]", "aria-label": "Search the names, or go to a place",
       oninput: () => { this.query = this.search.value; this.draw(); },
     });
     this.search.addEventListener("keydown", (event) => {
@@ -697,7 +721,9 @@ class Tree {
       const nodes = this.app.start.names.map(({ name, kind }, tensor) => ({ title: name, path: `${kind} ${name}`, children: [], tensor, level: 1 }));
       const found = nodes.filter((node) => node.title.toLowerCase().includes(query));
       const left = found.splice(300).length;
-      if (left) found.push({ title: `${left} more; search for more of the name`, path: "more", children: [], level: 1 });
+      const say = (title) => found.push({ title, path: "more", children: [], level: 1 });
+      if (left) say(`${left} more; search for more of the name`);
+      if (!found.length) say("No name has this in it");
       return found;
     }
     const rows = [], visit = (node) => { rows.push(node); if (node.open) node.children.forEach(visit); };
@@ -797,12 +823,13 @@ class Tree {
     canvas.width = picture.columns;
     canvas.height = picture.rows;
     const context = canvas.getContext("2d"), image = new ImageData(picture.columns, picture.rows);
-    const steps = new Int8Array(bytes(picture.steps)), low = Math.min(0, ...steps.filter((step) => step > -128));
+    const steps = new Int8Array(bytes(picture.steps)), low = Math.min(0, ...steps.filter((step) => Math.abs(step) < 127));
+    const odd = { "-128": "NaN", 127: "+inf", "-127": "-inf" };
     const isImage = this.app.row(Number(canvas.dataset.thumb)).layout.kind === "image";
     steps.forEach((step, at) => {
-      const grey = Math.round((255 * (step - low)) / (127 - low));
+      const grey = Math.round((255 * (step - low)) / (126 - low));
       const colour = isImage ? [grey, grey, grey] : this.app.colours[2 * step + 255];
-      image.data.set([...(step === -128 ? this.app.nonfinite.NaN : colour), 255], 4 * at);
+      image.data.set([...(step in odd ? this.app.nonfinite[odd[step]] : colour), 255], 4 * at);
     });
     context.putImageData(image, 0, 0);
   }
@@ -881,9 +908,10 @@ class App {
   style(name) { return getComputedStyle(this.root).getPropertyValue(name).trim(); }
   get focused() { return this.root.getRootNode().activeElement; }  // which may be in a shadow root
   // Replace what is in an element; the focus stays in the page, so that keys go on working.
-  swap(element, ...children) {
+  swap(element, ...children) { this.keepFocus(element, () => element.replaceChildren(...children)); }
+  keepFocus(element, change) {
     const had = element.contains(this.focused);
-    element.replaceChildren(...children);
+    change();
     if (had && !element.contains(this.focused)) this.root.focus({ preventScroll: true });
   }
   get busy() { return [...this.slots.keys()].some((slot) => slot !== "thumbnails"); }
@@ -898,22 +926,38 @@ class App {
       const answer = await this.ask(message, entry.controller.signal, (said) => { entry.said = said; this.tell(); });
       if (this.slots.get(slot) !== entry) return null;
       this.slots.delete(slot);
-      if (answer.error && !quiet) this.complain(answer.error);
+      if (answer.error && !quiet && !SHOWN_IN_PLACE.includes(slot)) this.complain(answer.error);
       return answer.error ? { failed: answer.error } : answer;
     } catch (error) {
-      if (this.slots.get(slot) === entry) {
-        this.slots.delete(slot);
-        if (error.name !== "AbortError") this.complain("The session does not answer; is the program still running?");
-      }
+      if (this.slots.get(slot) === entry && error.name !== "AbortError") {
+        this.cancel();
+        this.complain("The session does not answer; is the program still running?");
+      } else if (this.slots.get(slot) === entry) this.slots.delete(slot);
       return null;
     } finally { this.tell(); }
   }
 
+  // Give up all reads, and return to what the pictures show.
   cancel() {
+    const asked = new Set(this.slots.keys()), { shownHand, shownAnswer } = this;
     for (const entry of this.slots.values()) entry.controller.abort();
     this.slots.clear();
     this.tell();
     for (const { element } of [this.hand, this.answer]) element.removeAttribute("aria-busy");
+    if (asked.has("tensor") && shownHand) {
+      this.showExample(shownHand.example);
+      Object.assign(this.state, shownHand);
+      this.describeHand();
+    }
+    if (asked.has("gradient") && shownAnswer) {
+      const { position, edited, ...state } = shownAnswer;
+      Object.assign(this.state, state);
+      Object.assign(this, { position, edited: new Map(edited) });
+      this.sourceSelect.value = String(state.source);
+      this.drawEdits();
+      if (this.history.length) this.drawCrumbs();
+    }
+    if (asked.has("tensor") || asked.has("gradient")) this.tree.draw();
   }
 
   // Progress, once it takes longer than one would notice.
@@ -932,7 +976,11 @@ class App {
     if (entries.length) this.clock = setTimeout(() => this.tell(), 250);
   }
 
-  complain(text) { this.alert.textContent = text; this.alertBox.hidden = false; }
+  complain(text) {
+    const [sentence, ...lines] = text.split("\n");  // those that follow point at a place with a ^
+    this.alert.replaceChildren(sentence, ...(lines.length ? [make("code", {}, ["", ...lines].join("\n"))] : []));
+    this.alertBox.hidden = false;
+  }
   say(text) {
     this.status.textContent = text;
     clearTimeout(this.saying);
@@ -949,7 +997,7 @@ class App {
       },
       height: () => 460,
       onWindow: (view) => { this.state.handView = view; this.showHand(); },
-      onPick: (index) => this.setTarget({ tensor: this.state.hand, index }),
+      onPick: (index) => { if (this.hand.row === this.row(this.state.hand)) this.setTarget({ tensor: this.state.hand, index }); },
     });
     this.answer = new Picture(this, {
       label: () => {
@@ -958,7 +1006,7 @@ class App {
       },
       height: () => 320,
       onWindow: (view) => { this.state.sourceView = view; this.showAnswer(false); },
-      onPick: (index) => this.pick(index),
+      onPick: (index) => { if (this.answer.row === this.row(this.state.source)) this.pick(index); },
     });
     this.title = make("h2", "eg-hand-title");
     this.facts = make("p", "eg-facts");
@@ -1047,40 +1095,58 @@ class App {
   }
 
   async showHand() {
-    const { hand, handView } = this.state, row = this.row(hand);
-    this.title.textContent = this.text(row);
-    this.facts.textContent = `${row.kind} · ${times(row.shape)} · ${row.dtype}`;
+    const { hand, handView, example } = this.state, row = this.row(hand);
+    this.describeHand();
     this.hand.element.setAttribute("aria-busy", "true");
     const data = await this.request("tensor", this.askFor(hand, handView));
     if (!data) return null;
     this.hand.element.removeAttribute("aria-busy");
-    if (data.failed) return null;
+    this.shownHand = { hand, handView, example };
+    if (data.failed) {
+      this.hand.clear(data.failed);
+      return null;
+    }
     this.hand.marked = this.state.target && this.state.target.tensor === hand ? this.state.target.index : null;
     this.hand.set(row, data, handView);
     this.hand.paint();
     return data;
   }
 
+  describeHand() {
+    const row = this.row(this.state.hand);
+    this.title.textContent = this.text(row);
+    this.facts.textContent = `${row.kind} · ${times(row.shape)} · ${row.dtype}`;
+  }
+
   async showAnswer(fresh = true) {
-    const { target, source, sourceView } = this.state, row = this.row(source);
+    const { target, source, sourceView, picked } = this.state, edited = new Map(this.edited), row = this.row(source);
     this.sourceSelect.value = String(source);
     if (!target) return;
     this.answer.element.setAttribute("aria-busy", "true");
-    if (fresh) { this.slots.get("shares")?.controller.abort(); this.slots.get("explain")?.controller.abort(); }
-    if (this.drivers.dataset.source !== String(source)) this.swap(this.drivers);  // the elements of another tensor
+    if (fresh) {
+      this.alertBox.hidden = true;
+      for (const slot of ["shares", "explain", "drivers", "field"]) this.slots.get(slot)?.controller.abort();
+    }
     const data = await this.request("gradient", this.askFor(source, sourceView, target));
     if (!data) return;
     this.answer.element.removeAttribute("aria-busy");
-    if (data.failed) return;
-    if (fresh) this.answer.field = null;
-    this.answer.marked = this.state.picked;
-    this.answer.set(row, data, sourceView);
-    const value = make("span", "eg-value", ` = ${show(data.of.value, data.of.narrow)}`);
-    this.question.replaceChildren("What drives ", make("code", {}, data.of.text), value);
-    this.missing.hidden = !data.missing;
-    this.missing.textContent = data.missing || "";
+    this.shownAnswer = { target, source, sourceView, picked, edited, position: this.position };
+    const value = data.failed ? "" : make("span", "eg-value", ` = ${show(data.of.value, data.of.narrow)}`);
+    this.question.replaceChildren("What drives ", make("code", {}, data.failed ? this.elementText(target) : data.of.text), value);
+    this.missing.hidden = !data.missing && !data.failed;
+    this.missing.textContent = data.missing || data.failed || "";
+    if (data.failed || this.drivers.dataset.source !== String(source)) this.swap(this.drivers);  // those of another tensor
+    if (data.failed) {
+      this.answer.clear("");
+      this.clearElement();
+      this.updateCode();
+    } else {
+      if (fresh) this.answer.field = null;
+      this.answer.marked = this.state.picked;
+      this.answer.set(row, data, sourceView);
+    }
     this.root.dataset.shown = String(Number(this.root.dataset.shown || 0) + 1);
-    if (!fresh) return;
+    if (!fresh || data.failed) return;
     this.updateCode();
     this.showElement();
     if (data.missing) { this.swap(this.drivers); this.explain(); return; }
@@ -1099,23 +1165,25 @@ class App {
     await this.released;
     if (!sameElement(target, this.state.target) || source !== this.state.source) return;
     this.drivers.dataset.source = String(source);
-    const sizes = answer.drivers.map((driver) => Math.abs(Number(driver.gradient)) || 0), widest = Math.max(...sizes, 0) || 1;
+    const sizes = answer.drivers.map(({ gradient }) => (typeof gradient === "string" ? Infinity : Math.abs(gradient)));
+    const widest = Math.max(...sizes.filter(Number.isFinite), 0) || 1;
     const rows = answer.drivers.map((driver, place) => {
-      const chosen = sameIndex(driver.index, this.state.picked), sign = Number(driver.gradient) < 0 ? "eg-below" : "eg-above";
+      const chosen = sameIndex(driver.index, this.state.picked), { gradient } = driver;
+      const sign = Number.isFinite(gradient) ? (gradient < 0 ? "eg-below" : "eg-above") : "eg-odd-bar";
       const line = make("tr", { className: sign, "aria-selected": String(chosen) },
         make("th", { scope: "row" }, String(place + 1)),
-        make("td", {}, this.link(driver.text, () => this.pick(driver.index))),
+        make("td", {}, this.link(driver.text, () => { if (source === this.state.source) this.pick(driver.index); })),
         make("td", "eg-number", show(driver.gradient, answer.narrow)),
         make("td", "eg-number", show(driver.value, answer.narrowValues)),
         make("td", "eg-bar", make("i", "eg-part")));
-      line.style.setProperty("--part", `${Math.round((100 * sizes[place]) / widest)}%`);
+      line.style.setProperty("--part", `${Math.round(Math.min(1, sizes[place] / widest) * 100)}%`);
       return line;
     });
     const title = { 0: "No drivers", 1: "The only driver" }[rows.length] || `Top ${rows.length} drivers`;
     const some = { 0: "none has", 1: "1 has" }[answer.nonzero] || `${answer.nonzero} have`;
     this.swap(this.drivers, make("h3", {}, title),
-      make("p", "eg-notes", `Of ${answer.size} elements, ${some} a gradient that is not zero.`),
-      makeTable(["", "element", "gradient", "value", ""], rows));
+      make("p", "eg-notes", `Of ${answer.size} ${answer.size === 1 ? "element" : "elements"}, ${some} a gradient that is not zero.`),
+      rows.length ? makeTable(["", "element", "gradient", "value", ""], rows) : "");
   }
 
   link(text, onclick, options = {}) {
@@ -1126,7 +1194,6 @@ class App {
   setTarget(target, source = this.state.source, remember = true, passed = []) {
     const sourceView = source === this.state.source ? this.state.sourceView : {};
     Object.assign(this.state, { target, source, sourceView, picked: null });
-    this.alertBox.hidden = true;
     if (this.hand.row) {
       this.hand.marked = this.hand.row === this.row(target.tensor) ? target.index : null;
       this.hand.paint();
@@ -1250,6 +1317,7 @@ class App {
   pick(index) {
     for (const slot of ["place", "walk"]) this.slots.get(slot)?.controller.abort();  // or their answer would take its place
     this.state.picked = index;
+    if (this.shownAnswer) this.shownAnswer.picked = index;
     this.updateCode();
     this.answer.marked = index;
     if (!this.answer.cellOf(index)) {
@@ -1305,11 +1373,20 @@ class App {
     if (slope !== null) this.showShares(shares);
   }
 
+  // There are no numbers, but the slider stays: it may have set the value that was too much.
+  clearElement() {
+    const { source, picked } = this.state, isSame = this.elementBox.dataset.element === JSON.stringify([source, picked]);
+    const kept = picked && isSame && this.slider ? this.slider.element : null;
+    this.keepFocus(this.elementBox, () => {
+      for (const child of [...this.elementBox.children]) if (child !== kept) child.remove();
+    });
+    this.elementBox.hidden = !kept;
+  }
+
   async showShares(place) {
     const found = await this.request("shares", this.asking("shares"));
     if (!found) return;
     if (found.failed) {
-      this.alertBox.hidden = true;
       place.replaceChildren(make("p", "eg-notes", `Shares: ${found.failed}`));
       return;
     }
@@ -1348,7 +1425,10 @@ class App {
     });
     slider.number = make("input", {
       type: "number", step: "any", value: show(value, narrow), "aria-label": "value as a number",
-      onchange: () => set(Number(slider.number.value), true),
+      onchange: () => {
+        if (slider.number.value) set(Number(slider.number.value), true);
+        else slider.number.value = this.edited.has(key) ? String(this.edited.get(key).value) : show(value, narrow);  // not 0
+      },
     });
     slider.element = make("div", "eg-slider", make("span", {}, "set it to"), slider.range, slider.number);
     return slider;
@@ -1453,6 +1533,7 @@ class App {
   }
 
   async find(text) {
+    this.alertBox.hidden = true;
     if (!text) return;
     const exact = this.start.names.findIndex((row) => row.name === text), isName = !text.includes("[");
     const place = exact >= 0 ? { tensor: exact, index: null } : await this.request("place", { ask: "find", text }, isName);
@@ -1462,7 +1543,6 @@ class App {
       if (first && isName) this.take(first.tensor);
       return;
     }
-    this.alertBox.hidden = true;
     this.tree.search.value = this.tree.query = "";
     this.take(place.tensor, { index: place.index || undefined });
     this.tree.reveal(place.tensor);

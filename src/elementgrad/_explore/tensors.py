@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import elementgrad as eg
-from elementgrad._explore.messages import Edits, Element, MessageError
+from elementgrad._explore.messages import MAX_INT, Edits, Element, MessageError
 from elementgrad._explore.views import describe_scale
 from elementgrad._names.call import BoundCall
 from elementgrad._names.names import FLOATING, Name
@@ -25,6 +25,7 @@ KEEP_BYTES = 256 << 20
 READ_BYTES = 64 << 20
 """Bytes of activations that one run gives."""
 MODEL_KINDS = ("parameter", "buffer")
+ROUNDED = "integers beyond 2 to the 53 are rounded here"
 
 
 class ArrayCache:
@@ -227,7 +228,9 @@ class Tensors:
 
     def scale_of_values(self, tensor: int, edits: Edits) -> dict[str, Any]:
         """Return the scale of values that were just read."""
-        return self._cache.describe(("value", tensor, edits))
+        scale = self._cache.describe(("value", tensor, edits))
+        is_rounded = not has_slopes(self.row(tensor)) and max(scale["highest"], -scale["lowest"]) >= MAX_INT
+        return {**scale, "notes": [*scale["notes"], ROUNDED]} if is_rounded else scale
 
     def scale_of_gradient(self, of: Element, tensor: int, edits: Edits) -> dict[str, Any]:
         """Return the scale of a gradient that was just read."""

@@ -252,7 +252,7 @@ def describe_scale(values: np.ndarray) -> dict[str, Any]:
 
 
 def thumbnail(values: np.ndarray, layout: Layout, index: Sequence[int]) -> dict[str, Any]:
-    """Return the small picture of a tensor in steps from -127 to 127; numbers that are not finite are -128.
+    """Return the small picture of a tensor in steps from -126 to 126; -128 is NaN, and -127 and 127 are -inf and inf.
 
     Of an image it has every so many pixels, grey. Elsewhere each cell is the number largest in size of all channels.
     """
@@ -267,8 +267,8 @@ def thumbnail(values: np.ndarray, layout: Layout, index: Sequence[int]) -> dict[
         plane = np.take_along_axis(pooled, find_strongest(pooled)[None], axis=0)[0]
     limit = Scale.of(plane).limit
     with np.errstate(invalid="ignore"):
-        steps = np.round(np.clip(plane / limit, -1, 1) * 127)
-    steps = np.where(np.isfinite(plane), steps, -128).astype(np.int8)
+        steps = np.where(np.isinf(plane), 127 * np.sign(plane), np.round(np.clip(plane / limit, -1, 1) * 126))
+    steps = np.where(np.isnan(plane), -128, steps).astype(np.int8)
     return {"rows": plane.shape[0], "columns": plane.shape[1], "steps": base64.b64encode(steps.tobytes()).decode()}
 
 

@@ -19,7 +19,7 @@ from elementgrad._place.index import Index, IndexArray, Item, Span
 from elementgrad.errors import ParseError
 
 DIGITS_LIMIT = 40
-"""Digits of an int: one with more names no element and takes long to read."""
+"""The most digits of an int. A longer one is beyond every axis, and takes long to parse."""
 SHOWN = 100
 """Characters that an error shows before and behind the one that does not fit."""
 KINDS = ("input", "output", "activation", "given", "parameter", "buffer")

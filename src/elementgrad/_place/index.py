@@ -104,7 +104,7 @@ Index = tuple[Item, ...]
 
 
 def normalize(index: Any, home: Backend | None = None) -> Index:
-    """Return what stands between the brackets of `x[...]` in normal form; `home` is the backend of x, if known."""
+    """Return an index, as written in `x[...]`, in normal form; `home` is the backend of x, if known."""
     if type(index) is int:
         return (index,)
     if isinstance(index, tuple):

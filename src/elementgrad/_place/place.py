@@ -434,7 +434,7 @@ _parse_name = lru_cache(maxsize=1024)(Place.parse)
 
 
 def parse_target(named: Named) -> Place:
-    """Return the place of an output, which must be named as it is not there before the function has run."""
+    """Return the place of an output. It needs a name, since there is no tensor before the function has run."""
     place = parse_place(named)
     if place.tensor is not None:
         raise PlaceError(

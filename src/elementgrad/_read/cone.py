@@ -4,7 +4,10 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import CodeType, MethodType
 from typing import Any
 
 import numpy as np
@@ -19,12 +22,16 @@ from elementgrad._cone.plan import Cone, NoConeError, plan_need
 from elementgrad._names.arguments import option_error
 from elementgrad._names.call import BoundCall, PartialCall, TensorRef
 from elementgrad._place.selection import Selection
-from elementgrad._read.cone_memory import RecordingMemory
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
 MAX_PICKED = 100_000
 """Selections of more elements are picked from a tensor of full size."""
+MAX_CALLS = 64
+"""Calls that are remembered of one function, the last ones."""
+
+_functions: dict[int, tuple[weakref.ref[Any], OrderedDict[Hashable, None]]] = {}
+"""By the id of the model, or of the code of a function, as models need not be hashable."""
 
 
 def parse_cone(cone: Any) -> bool | None:
@@ -104,7 +111,7 @@ class ConeLinearization(Linearization):
     reads_blocks = True
     missing_rules = {"forward": "a cone is swept in reverse"}  # noqa: RUF012
 
-    def __init__(self, backend: Backend, program: RecordedProgram, memory: RecordingMemory | None):
+    def __init__(self, backend: Backend, program: RecordedProgram, memory: "RecordingMemory | None"):
         self._backend = backend
         self._memory = memory
         """Where it is noted that cones fail or do not pay; None if they are required."""
@@ -270,3 +277,57 @@ def _flat_in(box: Box, coordinates: Sequence[np.ndarray], count: int) -> np.ndar
 def box_of(selection: Selection, shape: tuple[int, ...]) -> Box:
     """Return the smallest box around selected elements."""
     return whole(shape) if selection.whole else around(_coordinates(selection, shape))
+
+
+class RecordingMemory:
+    """The calls of one function, by its arguments and by what is read of it, that were recorded in vain.
+
+    Before a function is recorded nothing tells how much it computes, and a recording can take as long as the function.
+    So the first read that was recorded in vain is noted, and later reads of the same names, by arguments of the same
+    shapes, go the plain way at once. Nothing but this decision is kept, and it never changes an answer: where the
+    function has become another since, a cone that would pay is not used.
+    """
+
+    def __init__(self, call: BoundCall, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef]):
+        function = call.function
+        self._owner: Any = function
+        if isinstance(function, MethodType):
+            self._owner = function.__self__
+        elif isinstance(getattr(function, "__code__", None), CodeType):
+            # A lambda that is made anew for each read has the same code, and the same objects around it.
+            self._owner = function.__code__
+        around = tuple(map(id, _objects_around(function)))
+        self._key = call.signature, around, *[tuple([ref.name for ref in refs]) for refs in (inputs, outputs)]
+
+    def was_in_vain(self) -> bool:
+        """Return True if such a call was recorded before and did not pay."""
+        owner, calls = _functions.get(id(self._owner), (None, ()))
+        return owner is not None and owner() is self._owner and self._key in calls
+
+    def note(self) -> None:
+        """Note that it does not pay to record such a call."""
+        number = id(self._owner)
+        owner, calls = _functions.get(number, (None, None))
+        if calls is None or owner is None or owner() is not self._owner:
+            try:
+                owner = weakref.ref(self._owner, lambda _: _functions.pop(number, None))
+            except TypeError:  # it is recorded again
+                return
+            calls = OrderedDict()
+            _functions[number] = owner, calls
+        calls[self._key] = None
+        while len(calls) > MAX_CALLS:
+            calls.popitem(last=False)
+
+
+def _objects_around(function: Callable[..., Any]) -> Iterator[Any]:
+    """Yield what a function closes over, and the globals that it uses: a model in it may be another the next time."""
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", None)
+    if isinstance(code, CodeType) and names is not None:
+        for name in code.co_names:
+            yield names.get(name)

@@ -42,7 +42,7 @@ Reason = tuple[str, str]
 """The cause of a missing path, and a remedy."""
 SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), (0, ...) or :"
 LARGEST_COLOURED = 2 * 10**7
-"""Blocks of more numbers are read row by row: the positions of so many would take more memory than they do."""
+"""The most numbers of a block that is read by colours; the positions of more would take more memory than they do."""
 
 
 @dataclass(eq=False, slots=True)

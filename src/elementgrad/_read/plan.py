@@ -29,7 +29,7 @@ from elementgrad.errors import OptionError, quoted
 Mode = Literal["reverse", "forward"]
 Shape = tuple[int, ...]
 LIVE_DERIVATIVES = 3
-"""About this many of the largest intermediate derivatives are alive at once: one read, one made, one on a detour."""
+"""About how many of the largest intermediate derivatives are alive at once: one read, one written, one elsewhere."""
 
 
 @dataclass(frozen=True)

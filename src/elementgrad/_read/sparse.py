@@ -214,6 +214,11 @@ class Prepared:
     """A sparse Jacobian that is ready to be read at other points: `S(x)`. Made by `J.prepare()`.
 
     `S.pattern` is which entries there are, `S.plan` what a read does, and `S.value_and_jacobian(x)` has the value too.
+
+    >>> import torch, elementgrad as eg
+    >>> S = eg.jacobian(lambda x: x**2, torch.ones(3)).prepare()
+    >>> S.pattern.size, S(torch.tensor([1.0, 2.0, 3.0])).to_dense().diagonal()
+    (3, tensor([2., 4., 6.]))
     """
 
     __module__ = "elementgrad"

@@ -41,7 +41,7 @@ TOLERANCE_POWER = 0.75
 GROUPS = 256
 """Numbers are compared in this many groups, so that a change of a few among many is seen."""
 PARTS_NAMED = 200
-"""Of this many parts a digest is stored one by one, to name the one that differs."""
+"""The most parts whose digests are stored one by one, to name the part that differs."""
 ATTRIBUTE = "elementgrad"
 """The attribute of an array that says which Jacobian it holds."""
 DIFFERENCES_NAMED = 4
@@ -58,7 +58,7 @@ class Fingerprint:
     parts: Mapping[str, str]
     """The digests of its parts by their names, to tell which differs."""
     sketches: Sequence[Sequence[float]]
-    """Of the value and of the probes: the largest number, and in its units a weighted sum and norm per group."""
+    """For the value and each probe: the largest number, and in units of it a weighted sum and a norm per group."""
     precision: float
     rounding: str
     """The machine, framework and threads that decide how sums round; empty if they do not."""

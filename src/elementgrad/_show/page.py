@@ -130,7 +130,7 @@ class Image:
         """Draw in both themes, given by name, as PNG or SVG, whichever is smaller."""
         light, dark = draw("light"), draw("dark")
         files = {"png": light.save("png")}
-        light.set_layout_engine("none")  # its parts are where they belong now, and finding out takes most of the time
+        light.set_layout_engine("none")  # the layout is done now, and computing it again takes most of the time
         files["svg"] = light.save("svg")
         format = min(files, key=lambda format: len(files[format]))
         media_type = {"png": "image/png", "svg": "image/svg+xml"}[format]

@@ -157,7 +157,7 @@ def draw_side_by_side(
 ) -> tuple[Picture, list[str], str]:
     """Draw several matrices of one shape in one scale, each under its name; those of one row below each other.
 
-    They share one set of axes, since to lay out and draw axes takes far longer than to draw what is in them.
+    They share one set of axes, since drawing axes takes far longer than drawing their content.
     """
     stack = np.stack(matrices)
     scale, (count, rows, columns) = Scale.of(stack), stack.shape

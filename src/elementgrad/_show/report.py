@@ -128,7 +128,7 @@ def report(
         prefix = "" if len(items) == 1 else f"{' by '.join(item.names)}: "
         parts = item.make_sections(DOWNLOAD_LIMIT // len(items), tokens, channels, item not in together)
         for number, section in enumerate(parts):
-            # Of several questions, the contents has one entry for each.
+            # With several questions, the contents have one entry for each.
             entry = None if len(items) == 1 else " by ".join(item.names) if number == 0 else ""
             sections.append(Section(prefix + section.title, section.parts, entry))
     first = items[0]
@@ -180,7 +180,7 @@ def _answer_together(
 ) -> list[tuple[Jacobian, Diagnosis]] | None:
     """Return Jacobian and diagnosis of all pairs from one evaluation and one record of the function.
 
-    None if one of them has neither, since each pair then has to say so for itself.
+    None if a pair has neither, since its error is then to be raised for that pair alone.
     """
     options: dict[str, Any] = {"kwargs": kwargs, "of": targets, "wrt": places}
     try:

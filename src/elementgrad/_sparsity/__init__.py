@@ -2,8 +2,8 @@
 
 A backend finds a pattern by following a derivative program op by op: one reverse or forward sweep, which is linear in a
 seed. Beside each tensor that depends on the seed it keeps **ids**: for each element the index of a set of seed elements
-in `IndexSets`; 0 is the empty set. A tensor that does not depend on the seed is a constant. Its values count only if
-they are known, that is if they are the same at every point of the derivative.
+in `IndexSets` (`index_sets.py`); 0 is the empty set. A tensor that does not depend on the seed is a constant. Its
+values count only if they are known, that is if they are the same at every point of the derivative.
 
 Rules say how ids go through an op. `rules.py` has those that the frameworks share; the tables from ops to rules are
 `RULES` in `sparsity_rules.py` of `_backends/torch` and `_backends/tensorflow`, and in `_backends/jax/sparsity.py`:

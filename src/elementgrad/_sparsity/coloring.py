@@ -19,17 +19,17 @@ from elementgrad._sparsity.pattern import Pattern
 Shapes = tuple[Sequence[int], Sequence[int]]
 Kind = Literal["rows", "columns", "both", "symmetric"]
 MAX_SPLITS = 6
-"""So many ways to separate the dense rows or columns from the others are tried."""
+"""The number of ways that are tried to separate dense rows or columns from the others."""
 ROUNDS = 6
 """Number of times that first fit is tried again, in orders by the colors of the best result."""
 MAX_PATIENT_SIZE = 300_000
 """Patterns of up to this many entries are colored in several orders."""
 MAX_AXES = 3
-"""Of tensors with more axes of several elements the last ones count as one."""
+"""The most axes of a tensor with several elements; those behind count as one axis."""
 MAX_PERIOD = 16
-"""Longer periods are not tried."""
+"""The longest period that is tried."""
 MAX_FACTORS = 40
-"""So many factors that fit one column are checked in full, for each period."""
+"""The number of factors, for each period, that fit one column and are then checked on all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +192,8 @@ def _color_both(pattern: Pattern, needed: np.ndarray, by_rows: np.ndarray, limit
 def color_rows(pattern: Pattern, needed: np.ndarray | None = None, shape: Sequence[int] = ()) -> np.ndarray:
     """Return a color for each row, such that no two rows of a color meet in a column; -1 for a row without entries.
 
-    With `needed`, a truth for each entry, two rows may meet where no needed entry of theirs is, and a row without one
-    has no color. `shape` is that of the tensor whose elements the rows are.
+    With `needed`, a boolean for each entry, two rows may meet where neither has a needed entry, and a row without
+    needed entries has no color. `shape` is that of the tensor whose elements the rows are.
 
     >>> color_rows(Pattern.from_dense(np.eye(6) + np.eye(6, k=1) + np.eye(6, k=-1))).tolist()
     [0, 1, 2, 0, 1, 2]

@@ -18,9 +18,9 @@ EMPTY = 0
 COMPACT_ABOVE = 3 * 10**7
 """Number of elements in all sets from which on unused sets are worth dropping."""
 DOMINANT = 4
-"""A set this many times as large as all others together is checked for containing them, before a new set is made."""
+"""A set that is this many times as large as all others together is checked for containing them already."""
 MAX_PRODUCTS = 2 * 10**7
-"""The zeros of a known matrix are looked at as long as no more products than this are left."""
+"""The most products for which the zeros of a known matrix are used."""
 
 
 class IndexSets:
@@ -65,7 +65,7 @@ class IndexSets:
         return result
 
     def union_all(self, *tensors: Ids) -> int:
-        """Return the union of all sets: what an element may depend on of which nothing is known."""
+        """Return the union of all sets, for elements of an unknown op."""
         ids = np.unique(np.concatenate([ids.reshape(-1) for ids in tensors]))
         return int(self.union_by_owner(np.zeros(len(ids), dtype=np.int64), ids, 1)[0])
 

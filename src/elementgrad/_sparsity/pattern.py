@@ -1,6 +1,7 @@
 """`eg.Pattern`: the entries of a matrix that can be nonzero, as an immutable value."""
 
 import html
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad._files import ArchiveError, read_npz
+from elementgrad._files import ArchiveError, read_npz, replace_file
 from elementgrad.errors import OptionError, SelectionError, SizeError
 
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
@@ -91,6 +92,13 @@ class Pattern:
         Args:
             keys: The positions, in rising order.
             shape: Number of rows and of columns.
+
+        Returns:
+            The pattern.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_keys(np.array([0, 5]), (2, 3))
+        <Pattern (2, 3): 2 of 6 entries, 33.3 %>
         """
         rows = keys // max(1, shape[1])
         starts = np.searchsorted(rows, np.arange(shape[0] + 1))
@@ -98,7 +106,12 @@ class Pattern:
 
     @classmethod
     def from_dense(cls, matrix: Any) -> "Pattern":
-        """Return the entries of a matrix that are not zero (NaN is not), or that are true."""
+        """Return the entries of a matrix that are not zero (NaN is not), or that are true.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(2)).rows.tolist()
+        [0, 1]
+        """
         matrix = np.asarray(matrix)
         if matrix.ndim != 2:
             raise OptionError(f"a pattern is that of a matrix, and this has {matrix.ndim} axes; reshape it to two")
@@ -157,9 +170,10 @@ class Pattern:
         return scipy_sparse().csr_array(csr, shape=self.shape, copy=True)  # SciPy may write to what it is given
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the pattern to a `.npz` file. Reading it executes nothing."""
-        with open(path, "wb") as file:
-            np.savez_compressed(file, shape=np.array(self.shape), starts=self.starts, columns=self.columns)
+        """Write the pattern to a `.npz` file, as a whole or not at all. Reading it executes nothing."""
+        archive = io.BytesIO()
+        np.savez_compressed(archive, shape=np.array(self.shape), starts=self.starts, columns=self.columns)
+        replace_file(path, archive.getbuffer())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Pattern":
@@ -182,6 +196,13 @@ class Pattern:
         Args:
             rows: The row of each entry.
             columns: The column of each entry, beside `rows`.
+
+        Returns:
+            The indices, as an array of the shape of `rows`.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(3)).positions([2, 0], [2, 1]).tolist()
+        [2, -1]
         """
         keys = np.asarray(rows, dtype=np.int64) * self.shape[1] + np.asarray(columns, dtype=np.int64)
         if not self.size:
@@ -195,6 +216,13 @@ class Pattern:
         Args:
             rows: The rows, in the order of the result; each may be named several times.
             columns: The same for columns.
+
+        Returns:
+            The pattern of that part, with as many rows and columns as are named.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(3)).taken(np.array([1, 2]), np.array([0, 1])).dense().tolist()
+        [[False, True], [False, False]]
         """
         counts = np.diff(self.starts)[rows]
         ends = np.cumsum(counts)
@@ -238,7 +266,12 @@ class Pattern:
         return "\n".join([repr(self)[1:-1], *self.picture(_can_print_braille())])
 
     def picture(self, braille: bool = True) -> list[str]:
-        """Return the lines of the picture. Without `braille`, which has eight dots, a character is one dot."""
+        """Return the lines of the picture. Without `braille`, which has eight dots, a character is one dot.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> eg.Pattern.from_dense(np.eye(3)).picture(braille=False)
+        ['*..', '.*.', '..*']
+        """
         down, across = DOTS.shape if braille else (1, 1)
         high = max(1, min(down * MAX_LINES, self.shape[0]))
         wide = max(1, min(across * MAX_CHARACTERS, self.shape[1]))

@@ -16,7 +16,7 @@ from elementgrad._sparsity.index_sets import EMPTY, Ids, IndexSets
 
 Pads = Sequence[tuple[int, int]]
 MAX_MASKS = 64
-"""So many different masks of output channels are gone through one by one; more are taken together."""
+"""The most different masks of output channels that are treated one by one; more are merged into one."""
 
 
 def matmul(
@@ -161,14 +161,14 @@ def scatter(sets: IndexSets, ids: Ids, owners: np.ndarray, updates: Ids) -> Ids:
 
 
 def spread(sets: IndexSets, ids: Ids, axes: Sequence[int], shape: Sequence[int] | None = None) -> Ids:
-    """Return for each element the union along some axes: what it is if any element of these may be meant."""
+    """Return for each element the union along some axes, for an op that may take any element along them."""
     if not len(axes):
         return ids
     return np.broadcast_to(sets.reduce(ids, axes, keepdims=True), ids.shape if shape is None else shape)
 
 
 MAX_TURNS = 32
-"""After this many turns of a loop that reached something new, everything is taken to reach everything."""
+"""The turns of a loop that are followed while they add entries; then the loop is taken to mix everything."""
 Value = Any
 """A known array, `UNKNOWN`, or a `DependentValue`."""
 Shape = Sequence[int]
@@ -232,7 +232,7 @@ class Propagator(ABC):
         return self.to_array(value) != 0 if self.is_known(value) else None
 
     def union_values(self, *values: Value) -> Value:
-        """Return a value that may be any of several of one shape."""
+        """Return a value that stands for any one of several values of one shape."""
         tensors = dependent_ids(values)
         return DependentValue(self.sets.union(*tensors)) if tensors else UNKNOWN
 
@@ -263,7 +263,7 @@ Rule = Callable[[Any, Any, list[Value]], Sequence[Value]]
 
 
 def everything(propagator: Propagator, op: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule for an op of which nothing is known: each result depends on all that any operand does."""
+    """Rule for an unknown op: each result depends on all that any operand depends on."""
     union = propagator.sets.union_all(*dependent_ids(operands))
     return [
         UnknownShape(np.array(union)) if shape is None else DependentValue(np.full(shape, union))

@@ -15,6 +15,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.registry import uncompiled
 from elementgrad._cleanup import defer, with_rollback
 from elementgrad._files import writable
+from elementgrad._train.bits import BitArray
 from elementgrad._train.diff import weights_of
 from elementgrad._train.elements import Elements
 from elementgrad._train.entries import Names, place_label
@@ -22,7 +23,6 @@ from elementgrad._train.folder import Folder, read_weights, write_weights
 from elementgrad._train.history import ElementChange
 from elementgrad._train.keep import Keep, find_kept
 from elementgrad._train.match import match_patch, require_idle, reverse_patch
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.routing import resolve_all, trainer_of
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ResolvedPlace, Trainer, groups_by_tensor

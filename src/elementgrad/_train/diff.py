@@ -1,4 +1,4 @@
-"""`eg.diff`: the patch that makes one set of weights of another, found tensor by tensor.
+"""`eg.diff`: the patch that turns one set of weights into another, found tensor by tensor.
 
 Both sides are `Weights`: a model, a state dict, a file or a folder, of which one tensor at a time is read. They are
 compared by bits, a chunk at a time.
@@ -17,10 +17,10 @@ from elementgrad._backends import registry
 from elementgrad._backends.registry import not_compiled
 from elementgrad._files import writable
 from elementgrad._place.grammar import listed
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry, short_place
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.folder import read_weights
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.weights import FileTensor, Weights
 from elementgrad.errors import FrameworkError, OptionError, PatchError, warn
@@ -41,7 +41,7 @@ def diff(
     only_common: bool = False,
     originals: bool = True,
 ) -> Patch:
-    """Return the patch that makes the weights `after` of the weights `before`.
+    """Return the patch that turns the weights `before` into the weights `after`.
 
     They are compared by bits, so that -0.0 is not 0.0 and the payload of a NaN counts, one tensor at a time: a file is
     never loaded whole.

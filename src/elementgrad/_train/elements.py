@@ -17,10 +17,10 @@ from elementgrad._cleanup import defer, with_cleanup, with_rollback
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry, place_label
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.history import ElementChange, TensorHistory
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch, shorten
 from elementgrad._train.routing import differentiate, explain_unconnected, resolve, route_losses, unconnected_error
 from elementgrad._train.trainer import (

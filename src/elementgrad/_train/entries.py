@@ -19,9 +19,9 @@ import numpy as np
 from elementgrad._place.grammar import nearest
 from elementgrad._place.index import Index, IndexArray, Span, to_text
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray, is_floating
 from elementgrad._train.fingerprint import require_fingerprint
 from elementgrad._train.history import BitsAt, ascends
-from elementgrad._train.numbers import VIEWS, BitArray, is_floating
 from elementgrad.errors import DuplicateError, OptionError, PatchError, quoted
 
 LARGEST = np.iinfo(np.int64).max
@@ -78,7 +78,7 @@ class Entry:
 
     >>> import numpy as np
     >>> from elementgrad._train.entries import Entry
-    >>> from elementgrad._train.numbers import BitArray
+    >>> from elementgrad._train.bits import BitArray
     >>> old, new = BitArray.of(np.float32([1.0, 2.0])), BitArray.of(np.float32([1.5, 2.0]))
     >>> Entry("fc.bias[:2]", "fc.bias", (10,), "float32", np.array([0, 1]), new, old, "sample:...").largest_change
     0.5
@@ -108,7 +108,7 @@ class Entry:
     sha256: str | None = None
     """The SHA-256 of the bytes of the originals, where there are no originals."""
     since: BitsAt | None = None
-    """Elements that the fingerprinted tensor held other bytes at than the tensor that is patched, and these bytes."""
+    """Elements at which the fingerprinted tensor differs from the tensor to patch, with the fingerprinted bytes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", check_shape(self.name, self.shape))
@@ -174,7 +174,7 @@ class Entry:
 
     @property
     def is_scattered(self) -> bool:
-        """True if no text of the place is worth writing: it would hold many indices, and few elements for each."""
+        """True if the text of the place is not worth writing, as it would hold many indices for its elements."""
         return self.__dict__["_place"] is None or count_indices(self.where) > max(FEW, len(self.indices) // 8)
 
     def originals_match(self, bits: np.ndarray) -> bool:
@@ -242,7 +242,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 
 def short_place(name: str, shape: tuple[int, ...], positions: np.ndarray) -> Place | None:
-    """Return the place of elements at ascending positions if it is whole, rows or few elements; else None."""
+    """Return the place of elements at ascending positions if they are all, whole rows, or few; else None."""
     whole = Place(None, name)
     if not shape or len(positions) == math.prod(shape):
         return whole
@@ -343,7 +343,7 @@ def map_entries(entries: Sequence[Entry], names: Names | None) -> list[MappedEnt
 
     >>> import numpy as np
     >>> from elementgrad._train.entries import Entry, map_entries
-    >>> from elementgrad._train.numbers import BitArray
+    >>> from elementgrad._train.bits import BitArray
     >>> row = BitArray.of(np.float32([1.0, 2.0]))
     >>> entry = Entry("fc.weight[1]", "fc.weight", (3, 2), "float32", np.array([2, 3]), row, row, "")
     >>> (mapped,) = map_entries([entry], {"fc.weight": ("dense/kernel", (1, 0))})

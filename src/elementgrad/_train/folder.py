@@ -117,7 +117,7 @@ class Folder(Weights):
             )
 
     def _find_superseded(self) -> Iterator[Path]:
-        """Yield shards that the index names no longer, and those that were written for one that never came to be."""
+        """Yield shards that the index no longer names, and those written for an index that was never put in place."""
         named = set(self._map.values())
         stems = {RENAMED.sub(r"\1\2", shard) for shard in named}
         for path in self.path.iterdir():

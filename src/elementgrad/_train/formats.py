@@ -1,8 +1,8 @@
 """Patches in the formats of others: adapters of PEFT, textual inversions, and a plain layout of positions and values.
 
-None of them knows the weights that it is for, so reading one takes the base: the weights before. What they hold are
-values of elements (flat layout, TrainableTokens, textual inversion), or differences (SHiRA). None has a checksum
-either, so what is written here has one in its metadata, which other programs ignore.
+None of these formats identifies the weights that a patch is for, so reading one takes the base: the weights before.
+They hold values of elements (flat layout, TrainableTokens, textual inversion), or differences (SHiRA). None has a
+checksum either, so files that are written here have one in their metadata, which other programs ignore.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ import numpy as np
 from elementgrad._files import replace_file
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray
 from elementgrad._train.diff import take_rows, weights_of
 from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import fingerprint
-from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch import Change, Patch, changes_of, group_by_name, values_of
 from elementgrad._train.weights import FileTensor, Weights, pack_tensors
 from elementgrad.errors import DtypeError, OptionError, PatchError, warn
@@ -162,7 +162,7 @@ def _read_adapter(folder: Path, weights: Weights) -> Iterator[Elements]:
 
 
 def _is_left_out(name: str, tensors: Mapping[str, FileTensor], weights: Weights) -> bool:
-    """Return True for a table that only the adapter has: PEFT writes a tied one once for each of its names."""
+    """Return True if a table is not in the base: PEFT writes a tied table once for each of its names."""
 
     def is_known(delta: str) -> bool:
         return f"{delta.removeprefix(PREFIX).rpartition('.')[0]}.weight" in weights.tensors

@@ -23,7 +23,7 @@ def ascends(positions: np.ndarray) -> bool:
 
 
 def are_among(positions: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return a mask of the positions that are among others; in a fraction of the time of `np.isin` if those ascend."""
+    """Return a mask of the positions that are among `others`, much faster than `np.isin` if those ascend."""
     if not others.size:
         return np.zeros(positions.shape, bool)
     if not ascends(others):
@@ -123,7 +123,7 @@ class TensorHistory:
         return self._all
 
     def _find_overwritten(self) -> set[int]:
-        """Return the ids of changes of which an element, where no later change is on top of it, has other bytes."""
+        """Return the ids of changes that were overwritten: an element with no later change on top has other bytes."""
         if all(change.written is None for change in self._all):
             return set()
         width = self._read(np.zeros(0, np.int64)).shape[1]

@@ -59,7 +59,7 @@ def _patterns(keep: Keep) -> list[str]:
 
 
 def _match_names(trainer: Trainer, pattern: str, every: NamedParameters) -> NamedParameters:
-    """Return the parameters of that very name, or else those of which it matches some successive parts of the name.
+    """Return the parameters with exactly this name, or else those in whose name it matches consecutive parts.
 
     So `lora_*` is `base_model.model.h.0.attn.lora_A.default.weight` too, and `head` is all that `head` holds.
     """

@@ -1,4 +1,4 @@
-"""A patch against a model: the elements that it is for, and whether they are as they were when it was made."""
+"""Matches a patch with a model: which elements it changes, and whether they still are as when it was made."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,10 +9,10 @@ import numpy as np
 
 from elementgrad._place.grammar import listed
 from elementgrad._place.place import Place
+from elementgrad._train.bits import BitArray
 from elementgrad._train.entries import Entry, MappedEntry, Names, element_text, map_entries, place_label
 from elementgrad._train.fingerprint import fingerprint, fits
 from elementgrad._train.history import BitsAt, ReadBytes, are_among, first_bits
-from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.routing import check_disjoint, resolve, trainer_of
 from elementgrad._train.trainer import ResolvedPlace, Trainer, groups_by_tensor
@@ -23,7 +23,7 @@ from elementgrad.errors import DuplicateError, ElementgradError, PatchError
 def match_patch(
     trainer: Trainer, patch: Patch, names: Names | None, overwrite: bool = False, resume: bool = False
 ) -> list[tuple[ResolvedPlace, Entry]]:
-    """Find the elements that a patch is for, and check that all of it fits before anything is changed."""
+    """Find the elements that a patch changes, and check that all of it fits before anything is changed."""
     entries = map_entries(patch.entries, names)
     # Before any parameter is read: reading a sharded one needs all processes.
     trainer.check_same_on_all_ranks((one.entry.name, one.entry.indices, one.entry.values.bits) for one in entries)

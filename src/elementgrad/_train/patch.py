@@ -18,10 +18,10 @@ import numpy as np
 from elementgrad._files import replace_file
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray
 from elementgrad._train.entries import Entry, check_same_tensor, element_text, short_place
 from elementgrad._train.fingerprint import sample_positions
 from elementgrad._train.history import BitsAt, are_among, ascends, first_bits
-from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch_file import PatchFile, encode_entries, pack
 from elementgrad.errors import ElementgradError, OptionError, PatchError
 
@@ -38,7 +38,7 @@ class Patch(Tabular):
     >>> import numpy as np
     >>> import elementgrad as eg
     >>> from elementgrad._train.entries import Entry
-    >>> from elementgrad._train.numbers import BitArray
+    >>> from elementgrad._train.bits import BitArray
     >>> old, new = BitArray.of(np.float32([0.25])), BitArray.of(np.float32([0.5]))
     >>> eg.Patch((Entry("fc.weight[3, 1]", "fc.weight", (10, 4), "float32", np.array([13]), new, old, "sample:..."),))
     place            elements  shape  dtype    largest change
@@ -70,8 +70,17 @@ class Patch(Tabular):
             base: For another format, the weights that it is for: a model, a state dict, a file or a folder.
             place: For a textual inversion, the rows of its token, such as `"token_embedding.weight[49408]"`.
 
+        Returns:
+            The patch.
+
         Raises:
             PatchError: The file is damaged, or no patch.
+
+        >>> import pathlib, tempfile, torch, elementgrad as eg
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "patch.safetensors")
+        >>> eg.diff({"w": torch.zeros(3)}, {"w": torch.tensor([0.0, 5.0, 0.0])}).write(path)
+        >>> eg.Patch.read(path).size
+        1
         """
         if base is not None:
             from elementgrad._train.formats import read_foreign
@@ -110,7 +119,7 @@ class Patch(Tabular):
             replace_file(path, *pack(*encode_entries(self.entries, compress)))
 
     def then(self, other: "Patch") -> "Patch":
-        """Return one patch that does what this one and then another one do.
+        """Return one patch with the effect of this one followed by another one.
 
         Args:
             other: A patch that fits what this one leaves.
@@ -176,7 +185,7 @@ class Patch(Tabular):
         return Conflicts(tuple(conflicts))
 
     def restricted(self, places: Any) -> "Patch":
-        """Return the part of the patch that is about some places.
+        """Return the part of the patch that changes elements of some places.
 
         Args:
             places: The text of a place, such as `"embedding.weight[:100]"`, a place, or several.
@@ -375,7 +384,7 @@ def values_of(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge(patches: Iterable[Patch], on_conflict: Rule = "error") -> Patch:
-    """Return one patch that does what several do side by side, all made for the same weights.
+    """Return one patch with the changes of several, all made for the same weights.
 
     Args:
         patches: The patches.

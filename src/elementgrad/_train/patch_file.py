@@ -28,10 +28,10 @@ import numpy as np
 
 from elementgrad._place.grammar import listed
 from elementgrad._place.place import Place
+from elementgrad._train.bits import VIEWS, BitArray
 from elementgrad._train.entries import Entry, check_shape
 from elementgrad._train.gaps import decode_gaps, encode_gaps
 from elementgrad._train.history import BitsAt, ascends
-from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad.errors import ElementgradError, OptionError, PatchError
 
 FORMAT = "elementgrad-patch"
@@ -431,10 +431,14 @@ def _damage_text(how: object) -> str:
 
 
 def _checksum(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> str:
-    """Hash all metadata but the checksum, name, dtype and shape of all tensors, and in version 1 also their bytes."""
+    return hash_tensors(meta, tensors, with_bytes=meta["version"] == "1")
+
+
+def hash_tensors(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor], with_bytes: bool) -> str:
+    """Hash metadata, names, dtypes and shapes of all tensors, and their bytes unless these are hashed elsewhere."""
     names = sorted(tensors)
     described = [sorted(meta.items()), [[name, tensors[name].dtype, tensors[name].shape] for name in names]]
     digest = hashlib.sha256(json.dumps(described).encode())
-    for name in names if meta["version"] == "1" else ():
+    for name in names if with_bytes else ():
         digest.update(tensors[name].data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Places against a model: each names elements of one parameter, and gets the gradient of the losses given for it."""
+"""Resolves places in a model, and sends each the gradient of the losses given for it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -178,7 +178,7 @@ class _GroupIndex:
 
 
 class _PlaceNames:
-    """The text of places for an error, which may be long and is not made before it is needed."""
+    """The text of places for an error, made only when it is printed, as it may be long."""
 
     def __init__(self, places: Sequence[ResolvedPlace]):
         self._places = places

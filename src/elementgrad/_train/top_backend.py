@@ -72,7 +72,7 @@ def _keep_largest(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np
 
 
 def require_same_losses(first: Sequence[float], again: Sequence[float]) -> None:
-    """Raise an error if the user's function gave other losses when it ran again for other parameters."""
+    """Raise an error if the user's function returned different losses when it ran again."""
     if len(first) != len(again) or not np.allclose(again, first, 1e-3, 1e-6, equal_nan=True):
         raise FrameworkError(
             "loss_fn returns other losses when called again, as it is for each group of parameters; start it from the "

@@ -19,8 +19,8 @@ import numpy as np
 from elementgrad._cleanup import defer
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
+from elementgrad._train.bits import BitArray
 from elementgrad._train.history import ElementChange, ReadBytes, TensorHistory
-from elementgrad._train.numbers import BitArray
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 
 Tensor = Any
@@ -360,7 +360,7 @@ class Trainer(ABC):
         raise NotImplementedError
 
     def check_same_on_all_ranks(self, elements: Iterable[tuple[Any, ...]]) -> None:
-        """Raise an error if processes train other elements: (name, positions, new values) of each.
+        """Raise an error unless all processes train the same elements, given as (name, positions, new values).
 
         The error is raised in all processes, so that none is left waiting for the others.
         """
@@ -459,7 +459,7 @@ class FunctionalTrainer(Trainer):
 
     @abstractmethod
     def zeros_like(self, value: Tensor) -> Tensor:
-        """Return the gradient of a group that no loss was given for."""
+        """Return the gradient of a group without a loss."""
 
     @abstractmethod
     def parameter_uses(

@@ -16,7 +16,7 @@ import numpy as np
 
 from elementgrad._files import ArchiveError, StoredArray, describe_npz, pack_npz, replace_file
 from elementgrad._place.grammar import listed, nearest
-from elementgrad._train.numbers import VIEWS, BitArray
+from elementgrad._train.bits import VIEWS, BitArray
 from elementgrad._train.patch_file import RepeatedNameError, StoredTensor, pack_safetensors, unique_names
 from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceError
@@ -118,7 +118,7 @@ class Weights:
         self.metadata = metadata
         """The metadata of a safetensors file."""
         self.knows_ties = knows_ties
-        """True if tensors that are one have all of their names here."""
+        """True if a tied tensor is listed under each of its names."""
         self._packed = packed
         """The file as it was read; the bytes of the tensors are views of it."""
 

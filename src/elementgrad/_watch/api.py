@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -13,11 +14,11 @@ from elementgrad._cleanup import InterruptSafeExit, OwnedUndos, defer, with_clea
 from elementgrad._explain.trace import cannot_follow
 from elementgrad._files import writable
 from elementgrad._names.arguments import option_error
-from elementgrad._watch.backend import Hit, ReplayedRun, WatchBackend, WatchOptions
+from elementgrad._place.place import Place, parse_place
+from elementgrad._watch.backend import Hit, ReplayedRun, Rule, WatchBackend, WatchOptions
 from elementgrad._watch.capture import hash_of, listed_omitted, read_capture, require_same_model, write_capture
 from elementgrad._watch.locate import locate
 from elementgrad._watch.report import WatchReport
-from elementgrad._watch.rules import parse_rules
 from elementgrad.errors import FrameworkError, OptionError, WatchError, quoted
 
 Tensor = Any
@@ -97,7 +98,7 @@ class Watch:
         self._begun = self._ended = False
         self._outer: BaseException | None = None
         stop = _WhileAlive(self._stop)
-        options = WatchOptions(parse_rules(when), loss, stop, captures=capture is not None)
+        options = WatchOptions(_parse_rules(when), loss, stop, captures=capture is not None)
         self._watcher = self._backend.watcher(model, optimizer, options)
 
     @with_rollback
@@ -311,6 +312,8 @@ def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None, argume
 
 def _backend_of(model: Any) -> Backend:
     backend = registry.backend_of_model(model)
+    if backend is not None and backend.name == "jax" and not callable(model):  # a pytree of parameters
+        backend = None
     if backend is None and callable(model):
         backend = next((each for each in registry.imported_backends() if each.name == "jax"), None)
     if backend is None:
@@ -319,3 +322,38 @@ def _backend_of(model: Any) -> Backend:
             "elementgrad.callbacks.KerasWatch"
         )
     return backend
+
+
+def _parse_rules(when: Any) -> dict[str, tuple[Place, Rule]]:
+    """Return the rules of `when=` by the texts of their places; numbers that are not finite always count."""
+    if isinstance(when, str) and when == "nonfinite":
+        return {}
+    if not isinstance(when, Mapping):
+        raise option_error(
+            "when",
+            when,
+            'is neither "nonfinite" nor a dict of rules, as {"emb.weight[7]": lambda g: abs(g).max() > 10}',
+        )
+    rules: dict[str, tuple[Place, Callable[[Any], bool]]] = {}
+    for text, rule in when.items():
+        place = parse_place(text)
+        if place is None or place.name is None:
+            raise OptionError(f"when={{{quoted(text)}: ...}} has no name; give a place such as 'emb.weight[7]'")
+        if not callable(rule):
+            raise OptionError(
+                f"the rule for {place} is {quoted(rule)}, which cannot be called; give a function of the gradient there"
+            )
+        rules[str(place)] = (place, partial(_judge, str(place), rule))
+    return rules
+
+
+def _judge(text: str, rule: Callable[[Any], Any], x: Any) -> bool:
+    """Return the result of a rule; an error that it raises is the user's own."""
+    result = rule(x)
+    try:
+        return bool(result)
+    except Exception as error:
+        raise OptionError(
+            f"the rule for {text} returns {type(result).__name__} with several elements, and not one truth value; "
+            "let it end in .any() or .all()"
+        ) from error

@@ -49,6 +49,8 @@ class StepRecord:
     """The values that an optimizer's update makes, where that is part of the record."""
     hints: Sequence[Hint] = ()
     following: Callable[[], AbstractContextManager[Any]] = nullcontext
+    remarks: Sequence[str] = ()
+    """Parts of the step that could not be recorded, and why."""
 
 
 class OutputRef:

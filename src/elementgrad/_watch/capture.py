@@ -20,10 +20,17 @@ from typing import Any
 import numpy as np
 
 from elementgrad._files import replace_file
-from elementgrad._train.patch_file import LayoutError, StoredTensor, find_tensors, pack_safetensors, unique_names
+from elementgrad._train.patch_file import (
+    LayoutError,
+    StoredTensor,
+    find_tensors,
+    hash_tensors,
+    pack_safetensors,
+    unique_names,
+)
 from elementgrad._watch.backend import CapturedStep, OutputRef, WatchBackend
 from elementgrad._watch.report import WatchReport
-from elementgrad.errors import OptionError
+from elementgrad.errors import OptionError, quoted
 
 FORMAT = "elementgrad-capture"
 VERSION = 1
@@ -109,7 +116,9 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
         "omitted": omitted,
     }
     meta = {"format": FORMAT, "version": str(VERSION), "framework": backend.name, "content": json.dumps(content)}
-    replace_file(path, *pack_safetensors(tensors, {**meta, "sha256": _checksum(meta, tensors)}), mode=0o600)
+    replace_file(
+        path, *pack_safetensors(tensors, {**meta, "sha256": hash_tensors(meta, tensors, with_bytes=True)}), mode=0o600
+    )
 
 
 def read_capture(
@@ -119,6 +128,8 @@ def read_capture(
 
     With `arguments` those count in place of the file's, which may lack some.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"{quoted(path)} is not a path; give the name of a file, such as 'nan.capture'")
     name = Path(path).name
     try:
         with open(path, "rb") as file:
@@ -140,7 +151,7 @@ def read_capture(
         )
     try:
         tensors = find_tensors(header, data)
-        if meta.pop("sha256", None) != _checksum(meta, tensors):
+        if meta.pop("sha256", None) != hash_tensors(meta, tensors, with_bytes=True):
             raise LayoutError("its checksum is not that of what it holds")
         backend = backend_named(meta["framework"])
         return _decode(json.loads(meta["content"]), tensors, backend, arguments)
@@ -272,12 +283,3 @@ def _array_bytes(x: np.ndarray) -> tuple[str, tuple[int, ...], np.ndarray, Mappi
         raise TypeError("objects")
     content = np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8)
     return (str(x.dtype) if x.dtype.isnative else x.dtype.str), x.shape, content, {"numpy": True}
-
-
-def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str:
-    names = sorted(tensors)
-    described = [sorted(meta.items()), [[name, tensors[name].dtype, tensors[name].shape] for name in names]]
-    digest = hashlib.sha256(json.dumps(described).encode())
-    for name in names:
-        digest.update(tensors[name].data)
-    return digest.hexdigest()

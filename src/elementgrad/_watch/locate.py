@@ -28,6 +28,8 @@ Tensor = Any
 HELD = {"input": "bad-input", "parameter": "bad-parameter", "buffer": "bad-parameter"}
 """The cause where a number is bad before anything runs, by the kind of what holds it."""
 EARLIER = frozenset(HELD.values())
+MAPPED = frozenset(["shard_map", "xla_pmap"])
+"""Operations that are made of many, which run on several devices and are not recorded."""
 NO_VALUE = "{} has no finite value or slope at this input"
 """The clause where an operation is singular in its value, or in a slope that is a value of the record."""
 
@@ -35,7 +37,8 @@ NO_VALUE = "{} has no finite value or slope at this input"
 def locate(record: StepRecord, tripped: str) -> WatchReport | None:
     """Return the report of the earliest bad number in a record; None if it shows none."""
     with record.following():
-        return _Search(record, tripped).find()
+        report = _Search(record, tripped).find()
+    return None if report is None else replace(report, evidence=(*report.evidence, *record.remarks))
 
 
 class _Search:
@@ -125,6 +128,9 @@ class _Search:
         finding = why_nonfinite(path, Evidence(flags=lambda: {first: finite_flags(first, self._numbers)}, finite=False))
         finding.evidence = self._inputs_at(first, result)
         report = self._report(finding, path, place, number)
+        if report.cause == "overflow" and not MAPPED.isdisjoint(first.inner):
+            clause = f"it comes from inside of {first.operation}, which runs as one operation on all devices"
+            return replace(report, cause=None, clause=clause, fix=None)
         return replace(report, clause=NO_VALUE.format(first.operation)) if report.cause == "singular" else report
 
     def _held(self, value: NamedValue, reader: Op) -> WatchReport:

@@ -118,7 +118,7 @@ class JaxTrace(Trace):
 class JaxExplain(ExplainBackend):
     name = "jax"
 
-    def record(self, run: TensorFunction, sources: Sequence[Array | None], probe: bool) -> Record:
+    def record(self, run: TensorFunction, sources: Sequence[Array | None]) -> Record:
         return JaxRecord(run, sources)
 
     def run_at(self, run: TensorFunction, tensors: Sequence[Array | None]) -> Sequence[Array]:

@@ -87,7 +87,7 @@ def kind_of(op_type: str, word: str, inner: AbstractSet[str]) -> str | None:
 class JaxOp(Op):
     """One operation that ran, or several that are one call of the user's."""
 
-    function: Callable[..., Sequence[Array]] = field(default=lambda *_: (), repr=False)
+    function: Callable[..., Sequence[Array]] = field(default=lambda *xs: xs, repr=False)
     """Computes all results from all operands."""
     params: Mapping[str, Any] = field(default_factory=dict)
     call: tuple[str | None, str] | None = None

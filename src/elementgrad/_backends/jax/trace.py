@@ -6,7 +6,7 @@ arrays that were computed from the source, and records when Python or NumPy read
 branches and short loops are recorded operation by operation.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +33,10 @@ from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate
 
 Array = Any
 UNROLLED = 4000
-"""A loop of at most so many operations is recorded in every iteration; a longer one is one operation."""
+"""The most operations of a loop of which every iteration is recorded; a longer loop is one operation."""
 INDEXED_OPS = {"gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice", "dynamic_update_slice"}
+EXITS = {"__index__": "int"}
+"""The user's words for methods that give numbers to Python, where the name is another."""
 COPIES = ("add_any", "broadcast_in_dim", "copy", "copy_p", "name", "pvary", "reshape", "squeeze", "transpose")
 """Primitives that compute nothing; lists of operations leave them out."""
 
@@ -59,29 +61,8 @@ class TracedValue(core.Tracer):
         self._trace.record_exit(self, word, branches)
         return self.value
 
-    def __bool__(self) -> bool:
-        return bool(self._leave("bool", branches=True))
-
-    def __int__(self) -> int:
-        return int(self._leave("int"))
-
-    def __index__(self) -> int:
-        return int(self._leave("int").__index__())
-
-    def __float__(self) -> float:
-        return float(self._leave("float"))
-
-    def __complex__(self) -> complex:
-        return complex(self._leave("complex"))
-
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         return np.asarray(self._leave("numpy")).__array__(*args, **kwargs)
-
-    def item(self, *args: Any) -> Any:
-        return self._leave("item").item(*args)
-
-    def tolist(self) -> Any:
-        return self._leave("tolist").tolist()
 
     def __format__(self, spec: str) -> str:
         return format(self.value, spec)
@@ -102,6 +83,15 @@ class TracedValue(core.Tracer):
     sharding = property(lambda self: self._read_concrete("sharding"))
     device = property(lambda self: self._read_concrete("device"))
     committed = property(lambda self: self._read_concrete("committed"))
+
+
+def _exit(method: str, word: str) -> Callable[..., Any]:
+    """Return a method of `TracedValue` that gives its numbers to Python."""
+    return lambda self, *args: getattr(self._leave(word, branches=word == "bool"), method)(*args)
+
+
+for _method in ("__bool__", "__int__", "__index__", "__float__", "__complex__", "item", "tolist"):
+    setattr(TracedValue, _method, _exit(_method, EXITS.get(_method, _method.strip("_"))))
 
 
 class JaxOpRecorder(core.Trace):
@@ -129,9 +119,7 @@ class JaxOpRecorder(core.Trace):
         source = TracedValue(self, value_of(x), self._new_id())
         self.sources.append(source)
         if isinstance(x, TracedValue):  # it is computed from another source
-            op = JaxOp("activation", None, "", (x.value_id,), (source.value_id,), hidden=True, op_type="copy")
-            op.operands, op.results, op.function = [x.value], [x.value], lambda x: [x]
-            self.ops.append(op)
+            self._add_identity("activation", None, x.value, x.value_id, source.value_id, op_type="copy")
         elif all(x is not other for other in self._others):
             self._source_arrays[id(x)] = x, source
         return source
@@ -155,12 +143,16 @@ class JaxOpRecorder(core.Trace):
         if id(x) not in self._closure_ids:
             value_id = self._closure_ids[id(x)] = self._new_id()
             where = call_site(current().traceback).where
-            op = JaxOp("the array used here", where, "", (source.value_id,), (value_id,), "outside-tape")
-            op.operands, op.results, op.function = [x], [x], lambda x: [x]
-            op.hidden = True  # since it is the cause only if nothing else is
-            op.note = "the code takes the array itself from outside, not its argument"
-            self.ops.append(op)
+            note = "the code takes the array itself from outside, not its argument"
+            word = "the array used here"
+            self._add_identity(word, where, x, source.value_id, value_id, cut_cause="outside-tape", note=note)
         return self._closure_ids[id(x)]
+
+    def _add_identity(self, word: str, where: str | None, x: Array, before: int, after: int, **more: Any) -> None:
+        """Record that a value is another one: hidden, since it is the cause only if nothing else is."""
+        op = JaxOp(word, where, "", (before,), (after,), hidden=True, **more)
+        op.operands = op.results = [x]
+        self.ops.append(op)
 
     def record_exit(self, x: TracedValue, word: str, branches: bool) -> None:
         """Record that the numbers of a value go to Python."""

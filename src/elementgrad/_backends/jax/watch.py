@@ -8,6 +8,7 @@ search for the first bad number needs no backward.
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -132,7 +133,8 @@ def record_step(step: Callable[..., Any], arguments: Any) -> StepRecord:
     def start(x: Any) -> Any:
         if not isinstance(x, (jax.Array, np.ndarray)) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return x
-        return traced.setdefault(id(x), recorder.trace_source(jnp.asarray(x)))
+        array = jnp.array(x, copy=True) if _is_pmapped(step) else jnp.asarray(x)  # it may donate what it gets
+        return traced.setdefault(id(x), recorder.trace_source(array))
 
     with plain_errors(), recorder.record_thread():
         inner = _without_donation(step)
@@ -161,8 +163,15 @@ def _plain_name(stack: str) -> str:
 
 
 def _without_donation(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside of a jitted step, which donates nothing."""
-    return getattr(step, "__wrapped__", step) if hasattr(step, "lower") else step
+    """Return the function inside of a jitted step, which donates nothing.
+
+    That inside of `pmap`, which returns a plain function, needs its axis, and cannot be called alone.
+    """
+    return getattr(step, "__wrapped__", step) if hasattr(step, "lower") and not _is_pmapped(step) else step
+
+
+def _is_pmapped(step: Any) -> bool:
+    return isinstance(step, FunctionType) and hasattr(step, "lower")
 
 
 def _named_arguments(step: Any, args: Any, kwargs: Any) -> list[tuple[str, str, Any]]:

@@ -225,6 +225,11 @@ def compute_loss_of(model: Any) -> Any:
     return getattr(model, "_compute_loss", model.compute_loss)
 
 
+def build_symbolically(model: Any, data: Any) -> None:
+    """Make the variables of a model by a call on the shapes of a batch, which changes nothing else."""
+    model._symbolic_build(data_batch=data)
+
+
 def takes_training(model: Any) -> bool:
     """Return True if a training step calls the model with `training=True`."""
     return bool(getattr(model, "_call_has_training_arg", True))

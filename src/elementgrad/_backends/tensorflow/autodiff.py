@@ -38,7 +38,7 @@ Sweep = Callable[[Tensor], list[Tensor | None]]
 Relinearize = Callable[[int, Tensor], "TensorflowLinearization"]
 """The function evaluated again, with another tensor for one of its inputs, if that is an argument of it."""
 FEW = 16
-"""So many sweeps of one kind run one by one on the tape, which takes less time than to trace them."""
+"""The sweeps of one kind that run one by one on the tape, before it pays to trace a program for them."""
 FILLING = 8
 """A batch is filled with zeros to at most this many times its size."""
 

@@ -6,7 +6,6 @@ recorded by the gradient functions of the operations.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from elementgrad._backends.tensorflow.explain_rules import (
 )
 from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._backends.tensorflow.names import KerasModel
-from elementgrad._backends.tensorflow.trace import Leaf, TapeRequest, TensorflowOpRecorder, is_user_file
+from elementgrad._backends.tensorflow.trace import TapeRequest, TensorflowOpRecorder, is_user_file
 from elementgrad._cleanup import enter
 from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.connect import Cut, connect
@@ -48,9 +47,9 @@ SLICING = ("indexing", "gather", "gather_nd", "embedding_lookup", "slice", "resh
 class TensorflowRecord(Record):
     """A function that ran eagerly on a tape."""
 
-    def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool):
+    def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None]):
         _require_eager()
-        self.run, self.arguments, self.probe = run, sources, probe
+        self.run, self.arguments = run, sources
         self.error: FrameworkError | None = None
         compiles = False
         try:
@@ -68,21 +67,14 @@ class TensorflowRecord(Record):
         if compiles:
             self.recorder = self.record(nullcontext())
 
-    def record(
-        self, stage: Any, changed: int | None = None, change: Callable[[Tensor], Tensor] | None = None
-    ) -> TensorflowOpRecorder:
-        """Run the function, with the source at position `changed` changed."""
+    def record(self, stage: Any) -> TensorflowOpRecorder:
+        """Run the function."""
         self.recorder = recorder = TensorflowOpRecorder(self.run.model, TensorflowRecord.record.__code__)
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.started = started = dict[int, tuple[Tensor, int]]()
 
         def start(index: int, x: Tensor) -> Tensor:
-            held = self.run.held[index]
-            if change is not None and index == changed:
-                if held:
-                    x.assign(change(x))
-                x = x if held else change(x)
-            source = x if held else copy_tensor(x)
+            source = x if self.run.held[index] else copy_tensor(x)
             self.tape.watch(source)
             handle = getattr(source, "handle", source)
             known = self.arguments[index] is None
@@ -133,7 +125,7 @@ class TensorflowTrace(Trace):
         handle = getattr(self.source, "handle", None)
         self.later_ids = () if handle is None else self._recorder.variable_values[handle._id]
         self.graph = op_graph(
-            [*self._recorder.ops, *self._unrecorded_paths(target_id)],
+            [*self._recorder.ops, *self._closures(target_id)],
             (self._source_id, *self.later_ids),
             target_id,
             lambda _, op: None if op.recorded else ("outside-tape", "no tape records there"),
@@ -150,20 +142,19 @@ class TensorflowTrace(Trace):
                 return
         raise error
 
-    def _unrecorded_paths(self, target: int) -> list[TensorflowOp]:
-        """Return operations for ways from the source that none shows: through NumPy, or around the function."""
+    def _closures(self, target: int) -> list[TensorflowOp]:
+        """Return operations for tensors that the function takes from outside, and that are the source or cut out of it.
+
+        They count only where nothing else leads to the target.
+        """
         recorder = self._recorder
         path = DataPath(OpGraph(recorder.ops, self._source_id, target, frozenset()))
         if path.reaches_target or any(not op.branches for op in path.exits()):
             return []
-        leading = path.to_target
-        outside = [leaf for leaf in recorder.outside_tensors() if leaf[0] in leading and self._is_source(leaf[1])]
-        if outside:
-            return [_closure_op(self._source_id, value, where) for value, _, where in outside]
-        imported = [leaf for leaf in recorder.imported_tensors() if self._record.probe and leaf[0] in leading]
         return [
-            TensorflowOp("numpy", where, "", (self._source_id,), (value,), "left-framework")
-            for value, _, where in (self._filter_dependent(imported) if imported else ())
+            _closure_op(self._source_id, value, where)
+            for value, x, where in recorder.outside_tensors()
+            if value in path.to_target and self._is_source(x)
         ]
 
     def _is_source(self, x: Tensor) -> bool:
@@ -176,19 +167,6 @@ class TensorflowTrace(Trace):
         if not hasattr(source, "_id") or x._id < source._id:
             return False
         return bool(np.isin(x.numpy(), source.numpy()).all())
-
-    def _filter_dependent(self, imported: Sequence[Leaf]) -> list[Leaf]:
-        """Return the tensors made of plain numbers that change in a run with a slightly different source."""
-        try:
-            recorder = copy(self._record).record(run_functions_as_python(), self._index, _nudge)
-        except Exception:  # it is the user's function, at numbers that were not theirs
-            return []
-        after = {value: x.numpy() for value, x, _ in recorder.imported_tensors()}
-        return [
-            (value, x, where)
-            for value, x, where in imported
-            if value in after and not np.array_equal(x.numpy(), after[value], equal_nan=True)
-        ]
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         if self._tape is None:
@@ -208,8 +186,8 @@ class TensorflowTrace(Trace):
 class TensorflowExplain(ExplainBackend):
     name = "tensorflow"
 
-    def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
-        return TensorflowRecord(run, sources, probe)
+    def record(self, run: TensorFunction, sources: Sequence[Tensor | None]) -> Record:
+        return TensorflowRecord(run, sources)
 
     def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
         with isolated():
@@ -411,7 +389,3 @@ def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
         return []
     is_statistic = any(kind == "buffer" for kind, _ in frozen)  # unfreezing a layer does not train it
     return [Hint("not-tracked", "its trainable is False", variant=MOVING_STATISTIC if is_statistic else None)]
-
-
-def _nudge(x: Tensor) -> Tensor:
-    return tf.convert_to_tensor(x) * tf.cast(1.0078125, x.dtype) + tf.cast(0.0078125, x.dtype)

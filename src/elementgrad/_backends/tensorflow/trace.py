@@ -231,6 +231,7 @@ class TensorflowOpRecorder:
         self.leaves[value_id] = x, where
         from_python = any(name in explain_rules.CONVERSIONS for name in callers)
         op = TensorflowOp("constant", where, self._module, outputs=(value_id,), from_python=from_python)
+        op.hidden = not is_differentiable(x)  # such as an axis
         self.ops.append(op)
 
 

@@ -7,7 +7,7 @@ time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -54,18 +54,31 @@ class KerasWatcher(Watcher):
         self._model, self._options = model, options
         self._step = 0
         self._rules: dict[str, tuple[GradientTap, Place, Rule]] = {}
+        self._taps: list[GradientTap] = []
+        self._ready = False
+        """True once the variables are known, from which a step can be run again."""
 
     def start(self) -> None:
         model = self._model
-        build_optimizer(model)
+        if is_built(model):
+            self._prepare()
         if model.train_function is None:
             model.make_train_function()
         defer(_restore_function, model, model.train_function)
-        self._bind_rules()
+        if self._options.rules:
+            optimizers = optimizers_of(model)
+            if not optimizers:
+                raise OptionError("the model has no optimizer, so that rules see no gradients; compile it with one")
+            for optimizer in optimizers:
+                defer(vars(optimizer).pop, "apply", None)
+                object.__setattr__(optimizer, "apply", partial(_apply, optimizer.apply, optimizer, self._taps))
+            model.make_train_function(force=True)
         model.train_function = partial(self.run, model.train_function)
 
-    def _bind_rules(self) -> None:
-        """Find the variables of the rules, and have optimizers keep their gradients."""
+    def _prepare(self) -> None:
+        """Make what needs the variables of the model: the optimizer's own, and those of the rules."""
+        require_variables(self._model)
+        build_optimizer(self._model)
         known = {name.partition(":")[2]: v for name, v in variables_of(self._model) if name.startswith("parameter:")}
         taps: dict[str, GradientTap] = {}
         for text, (place, rule) in self._options.rules.items():
@@ -76,14 +89,16 @@ class KerasWatcher(Watcher):
                 place.select(tuple(known[name].shape))
             tap = taps.setdefault(name, GradientTap(known[name]))
             self._rules[text] = tap, place, rule
-        optimizers = optimizers_of(self._model)
-        if taps and not optimizers:
-            raise OptionError("the model has no optimizer, so that rules see no gradients; compile it with one")
-        for optimizer in optimizers if taps else ():
-            defer(vars(optimizer).pop, "apply", None)
-            object.__setattr__(optimizer, "apply", partial(_apply, optimizer.apply, optimizer, list(taps.values())))
-        if taps:
-            self._model.make_train_function(force=True)
+        self._taps += taps.values()
+        self._ready = True
+
+    def _build(self, data: Any) -> None:
+        """Make the variables of a model that gets them in its first step, as Keras does it for other backends."""
+        if type(self._model).call is not keras.Model.call:  # one that cannot be called is built by its own step alone
+            with suppress(Exception):
+                _compat.build_symbolically(self._model, pytree.map_tree(data, _as_tensor))
+        if is_built(self._model):
+            self._prepare()
 
     def run(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Run the steps of one call of the train function, and look at each."""
@@ -95,11 +110,26 @@ class KerasWatcher(Watcher):
                 if logs is None:
                     raise
                 return logs
-            before = {name: _value(variable) for name, variable in all_variables(self._model)}
-            logs = original(iter([data]))
-            self._look(data, before, logs)
+            if not self._ready:
+                self._build(data)
+            if self._ready:
+                before = {name: _value(variable) for name, variable in all_variables(self._model)}
+                logs = original(iter([data]))
+                self._look(data, before, logs)
+            else:
+                logs = original(iter([data]))
+                self._prepare()
+                self._look_at_built()
             self._step += 1
         return logs
+
+    def _look_at_built(self) -> None:
+        """Look at the variables after the step that made them, which cannot run again."""
+        named = [(name.partition(":")[2], _value(v)) for name, v in variables_of(self._model)]
+        bad = find_nonfinite(named, NUMBERS)
+        if bad is not None:
+            evidence = ["the model got its variables in this step, which cannot run again; build it before fit"]
+            self._options.stop(Hit(f"{bad} after the step", self._step, place=bad.place, evidence=evidence))
 
     @with_cleanup
     def _look(self, data: Any, before: Values, logs: Any) -> None:
@@ -212,6 +242,20 @@ def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer that a model is compiled with, and those that it has as attributes, as a GAN does."""
     found = [model.optimizer, *vars(model).values()]
     return list({id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}.values())
+
+
+def is_built(model: Any) -> bool:
+    """Return True if a model has its variables; one of several models, as a GAN is, may never be called itself."""
+    return bool(variables_of(model)) and (model.built or _has_built_layers(model))
+
+
+def _has_built_layers(model: Any) -> bool:
+    return all(layer.built for layer in model.layers)
+
+
+def require_variables(model: Any) -> None:
+    if not variables_of(model):
+        raise FrameworkError(f"{type(model).__name__} has no variables, so there is no training to watch")
 
 
 def build_optimizer(model: Any) -> None:
@@ -340,8 +384,8 @@ class KerasWatchRuns(WatchBackend):
     name = "tensorflow"
 
     def watcher(self, model: Any, optimizer: Any, options: WatchOptions) -> Watcher:
-        if not variables_of(model):
-            raise FrameworkError(f"{type(model).__name__} has no variables, so there is no training to watch")
+        if model.built and _has_built_layers(model):
+            require_variables(model)
         return KerasWatcher(model, optimizer, options)
 
     def describe(self, model: Any) -> Mapping[str, Any]:

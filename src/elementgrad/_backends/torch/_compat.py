@@ -461,7 +461,7 @@ def changes_shape(func: Any) -> bool:
 
 
 def storage_key(x: torch.Tensor) -> int:
-    """Return a number that tensors share if they share their memory; meta tensors have no address."""
+    """Return a number that live tensors share if they share their storage; meta tensors have no address to compare."""
     return x.untyped_storage()._cdata
 
 
@@ -517,6 +517,11 @@ def is_compiled_wrapper(module: Any) -> bool:
 def optimizer_hooks(optimizer: Any) -> tuple[Any, Any]:
     """Return the hooks that an optimizer calls before and after a step."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def all_optimizers_hooks() -> Any:
+    """Return the hooks that every optimizer calls before a step."""
+    return import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
 
 
 def forward_hooks(module: Any) -> Any:

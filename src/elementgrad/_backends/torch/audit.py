@@ -52,7 +52,7 @@ MOVES = (
 )
 """The nodes of functions that take all elements as they are."""
 SCALES = 16
-"""A step runs so many times at most while its scaler lowers the factor of the loss."""
+"""The most runs of a step while its scaler lowers the factor of the loss."""
 
 
 class TorchAudit(AuditBackend):
@@ -88,7 +88,7 @@ class TorchAudit(AuditBackend):
         with scope():
             disable_checkpointing(False, faithful=True)
             with isolated(model.function):
-                defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
+                model.restore_training_flags()
                 value = loss(model.function)
                 if not value.requires_grad:
                     return Sweep({})
@@ -320,7 +320,7 @@ def _protect(model: TorchModel) -> list[Tensor]:
     for x in parameters:
         defer(_restore, x, x.grad, x.detach().clone())
         x.grad = None
-    defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
+    model.restore_training_flags()
     idle = _IdleOptimizers()
     add_hook(_compat._global_optimizer_pre_hooks, idle.before)
     add_hook(_compat._global_optimizer_post_hooks, idle.after)
@@ -331,11 +331,6 @@ def _restore(x: Tensor, gradient: Tensor | None, before: Tensor) -> None:
     if not is_same(x.detach(), before):  # it would count as a write, though nothing has changed
         x.detach().copy_(before)
     x.grad = gradient
-
-
-def _set_training_flags(modules: Sequence[tuple[torch.nn.Module, bool]]) -> None:
-    for module, training in modules:
-        module.training = training
 
 
 class _IdleOptimizers:

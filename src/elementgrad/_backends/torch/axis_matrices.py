@@ -17,7 +17,7 @@ from elementgrad._backends.torch import _compat
 Tensor = torch.Tensor
 Arguments = Mapping[str, Any]
 LARGEST = 10**7
-"""An axis whose matrix has more entries is not taken apart."""
+"""The most entries of a matrix; the elements of a longer axis are taken to depend on each other."""
 Probe = Callable[[Tensor, Arguments, int, int, int], Tensor]
 """Runs an operation along one axis of vectors, by its arguments, the axis, the number of axes, and the new size."""
 
@@ -106,4 +106,4 @@ PROBES: dict[str, Probe] = {
     **{name: partial(_resize, name) for name in RESIZES},
     **dict.fromkeys(_names("replication_pad"), _repeat_border),
 }
-"""Of `adaptive_max_pool` the windows, which are those of the average: its result is one element of each."""
+"""The windows of `adaptive_max_pool`, which are those of the average; its result is one element of each."""

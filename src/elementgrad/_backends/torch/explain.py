@@ -629,7 +629,7 @@ class TorchExplain(ExplainBackend):
             torch.set_anomaly_enabled(False)
             yield
 
-    def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
+    def record(self, run: TensorFunction, sources: Sequence[Tensor | None]) -> Record:
         before = state()
         try:
             return TorchRecord(run, sources, before)

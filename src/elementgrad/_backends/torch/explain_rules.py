@@ -176,10 +176,7 @@ class TorchOp(Op):
                 return [_tangent_of(y) for y in self._run(duals)]
         except (NotImplementedError, RuntimeError):  # there is no forward rule
             pass
-        try:
-            return self._transposed(tangents)
-        except (NotImplementedError, RuntimeError):  # nor one for derivatives of the reverse rule
-            return self._difference(tangents)
+        return self._transposed(tangents)
 
     def _transposed(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the jvp as the vjp of the vjp, which is linear in the cotangents."""
@@ -198,14 +195,6 @@ class TorchOp(Op):
         pushed = torch.autograd.grad([g for g, _ in pairs], seeds, [t for _, t in pairs], allow_unused=True)
         by_output = dict(zip(map(id, outputs), pushed, strict=True))
         return [by_output.get(id(y)) for y in results]
-
-    def _difference(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        dtypes = [t.dtype for t in tangents if t is not None]
-        distance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
-        pairs = list(zip(self.operands, tangents, strict=True))
-        before = self.rerun(self.operands)
-        after = self.rerun([x if t is None else x + distance * t for x, t in pairs])
-        return [(b - a) / distance if a.is_floating_point() else None for a, b in zip(before, after, strict=True)]
 
     def vjp(self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
         leaves, results = self._run_tracked(wanted)

@@ -1,7 +1,7 @@
 """Names in a PyTorch module: its submodules, parameters and buffers, without what wraps it (DDP, `torch.compile`)."""
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -73,6 +73,10 @@ class TorchModel(Model):
                     (add_prefix(path, name), child) for name, child in module._modules.items() if child is not None
                 ]
                 ahead += children[::-1]
+
+    def restore_training_flags(self) -> None:
+        """Restore the training flags of all modules when the innermost open scope is left."""
+        defer(_set_training_flags, [(module, module.training) for _, module in self.modules()])
 
     def structure(self) -> Hashable:
         parts: list[Hashable] = [*self.roots]
@@ -309,3 +313,8 @@ def _call_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if torch.is_grad_enabled() is not enabled:
         torch.set_grad_enabled(enabled)
     return result
+
+
+def _set_training_flags(modules: Iterable[tuple[Module, bool]]) -> None:
+    for module, training in modules:
+        module.training = training

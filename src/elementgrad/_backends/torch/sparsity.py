@@ -21,6 +21,7 @@ from elementgrad._backends.torch._compat import (
     PlainDispatchMode,
     decomposition_table,
     derivative_is_missing,
+    storage_key,
     tree_leaves,
 )
 from elementgrad._backends.torch.isolate import in_mode, isolated, without_autocast
@@ -45,8 +46,8 @@ def find_pattern(
 ) -> Pattern | None:
     """Return the pattern by a reverse sweep, or by a forward one if an op has no reverse rule; None without a path.
 
-    Nothing but what varies with `x` is unknown: other constants count with their values, and zeros among them cut
-    dependences off. Without `x` no constant counts as known, and with `local` all do.
+    Only values that vary with `x` are unknown. All other constants are known, and zeros among them cut dependences.
+    Without `x` no constant is known, and with `local` all are.
     """
     try:
         return _find_by_reverse(_sparsity_mode(y.numel(), x, local), evaluate, output, input)
@@ -226,10 +227,10 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 @dataclass
 class StorageCell:
-    """Knowledge of one storage."""
+    """The ids of one storage, and whether it varies."""
 
     weak: StorageWeakRef
-    """Keeps other storages from getting the same address."""
+    """Keeps the storage alive, so that no other one gets its address."""
     unit: int
     """Bytes per id: those of a real number."""
     ids: np.ndarray | None = None
@@ -250,8 +251,8 @@ class SetIdTable:
         self._limit = self.SLACK
 
     def ids(self, x: Tensor) -> Ids | None:
-        """Return the ids of a tensor; None if it does not depend on the seed at all."""
-        cell = self._cells.get(x.untyped_storage()._cdata)
+        """Return the ids of a tensor; None if it does not depend on the seed."""
+        cell = self._cells.get(storage_key(x))
         if cell is None or cell.ids is None:
             return None
         view = _view_ids(cell, x)
@@ -260,7 +261,7 @@ class SetIdTable:
 
     def varies(self, x: Tensor) -> bool:
         """Return True if the values of a tensor depend on the point of the derivative."""
-        cell = self._cells.get(x.untyped_storage()._cdata)
+        cell = self._cells.get(storage_key(x))
         return cell is not None and cell.varies
 
     def mark_varying(self, x: Tensor) -> None:
@@ -269,7 +270,7 @@ class SetIdTable:
 
     def write(self, x: Tensor, ids: Ids | None) -> None:
         """Set the ids of a tensor."""
-        cell = self._cells.get(x.untyped_storage()._cdata)
+        cell = self._cells.get(storage_key(x))
         if ids is None and (cell is None or cell.ids is None):
             return
         cell = self._cell(x)
@@ -279,8 +280,8 @@ class SetIdTable:
 
     def shares_storage(self, x: Tensor, others: list[Tensor]) -> bool:
         """Return True if a tensor lies in the storage of another."""
-        key = x.untyped_storage()._cdata
-        return any(key == other.untyped_storage()._cdata for other in others)
+        key = storage_key(x)
+        return any(key == storage_key(other) for other in others)
 
     def compact(self) -> None:
         """Drop the sets that no tensor depends on any more."""
@@ -292,13 +293,13 @@ class SetIdTable:
         self._limit = 2 * len(self._cells) + self.SLACK
 
     def _cell(self, x: Tensor) -> StorageCell:
-        storage = x.untyped_storage()
-        cell = self._cells.get(storage._cdata)
+        key = storage_key(x)
+        cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= self._limit:
                 self._drop_expired()
-            cell = StorageCell(StorageWeakRef(storage), _real_size(x))
-            self._cells[storage._cdata] = cell
+            cell = StorageCell(StorageWeakRef(x.untyped_storage()), _real_size(x))
+            self._cells[key] = cell
         return cell
 
 

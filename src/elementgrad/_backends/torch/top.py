@@ -57,7 +57,8 @@ def parameter_gradients(
             groups = _groups(leaves)
             first_values: list[float] | None = None
             for group in groups:
-                with isolated(model.function, now), _restore_training_flags(model):
+                with isolated(model.function, now):
+                    model.restore_training_flags()
                     result = losses()
                     checked = _check_connected(result, parameters)
                     if isinstance(result, list):
@@ -204,18 +205,6 @@ def _check_unwritten(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     for name, version in versions.items():
         if parameters[name]._version != version:
             raise FrameworkError(f"loss_fn has written to {name} in place, which stays; write to a copy of it instead")
-
-
-@contextmanager
-def _restore_training_flags(model: TorchModel) -> Iterator[None]:
-    with scope():
-        defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
-        yield
-
-
-def _set_training_flags(modules: Iterable[tuple[torch.nn.Module, bool]]) -> None:
-    for module, training in modules:
-        module.training = training
 
 
 class TorchTop(TopBackend):

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -280,7 +280,7 @@ class TorchOpRecorder:
         if name == HOOK_FUNCTION:
             self.hints.append(Hint("hook", "", Op("a backward hook", None, self.module)))
         custom = not home.startswith(("torch.", "elementgrad."))
-        return self._run_op(apply, name, name, args, kwargs, custom, not custom, is_patched=True)
+        return self._run_op(apply, name, name, args, kwargs, custom, not custom)
 
     def _run_op(
         self,
@@ -291,26 +291,16 @@ class TorchOpRecorder:
         kwargs: Any,
         custom: bool = False,
         hidden: bool = False,
-        is_patched: bool = False,
     ) -> Any:
-        """Call a function, and record it.
-
-        Args:
-            is_patched: True if the call came by a patch and not by the mode. The mode is on then, and would record the
-                recorder's own calls.
-        """
+        """Call a function, and record it."""
         notes = self._record(func, name, user_name, args, kwargs, custom, hidden)
-        quiet: AbstractContextManager[Any] = pause_recording() if is_patched else nullcontext()
-        with quiet:
+        with pause_recording():  # if the call came by a patch, the mode would record the recorder's own calls
             given = self._advance(notes)
-        if given is None:
-            return func(*args, **kwargs)
-        args, kwargs = given
-        with pause_recording():
-            result = func(*args, **kwargs)
-        with quiet:
-            self._advance(notes, result)
-        return result
+            if given is not None:
+                result = func(*given[0], **given[1])
+                self._advance(notes, result)
+                return result
+        return func(*args, **kwargs)
 
     def _advance(self, notes: Generator[tuple[Any, Any], Any, None], result: Any = None) -> tuple[Any, Any] | None:
         """Go on with recording a call; None if that ends. An error is kept, and does not reach the user's code."""
@@ -448,13 +438,11 @@ class TorchOpRecorder:
         `no_grad`. For a leaf, only writes count that its version does not count: PyTorch refuses the others where a
         gradient needs the numbers from before.
         """
-        for x in (*written, *aliases) if written else ():
-            if x.grad_fn is not None and x.grad_fn is nodes.get(id(x)):
-                return True
-        for x in aliases if written else ():
-            if x.requires_grad and self.ids.get(x) in self._used and not self.ids.has_counted_write(x):
-                return True
-        return False
+        if not written:
+            return False
+        used = [x for x in aliases if x.requires_grad and self.ids.get(x) in self._used]
+        same = any(x.grad_fn is not None and x.grad_fn is nodes.get(id(x)) for x in (*written, *aliases))
+        return same or not all(map(self.ids.has_counted_write, used))
 
     def _output_id(self, x: Tensor, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> int | None:
         """Return a new id for an output; None for an input that is passed through unchanged."""

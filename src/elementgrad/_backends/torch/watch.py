@@ -22,6 +22,7 @@ from elementgrad._backends.torch.explain_rules import NUMBERS
 from elementgrad._backends.torch.isolate import add_hook
 from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.trace_memory import version_of
+from elementgrad._backends.torch.watch_patch import patch, pause, watchers
 from elementgrad._backends.torch.watch_run import (
     ForwardCall,
     ModelState,
@@ -31,7 +32,7 @@ from elementgrad._backends.torch.watch_run import (
     local_part,
 )
 from elementgrad._backends.torch.watch_update import UpdateBefore
-from elementgrad._cleanup import AttributePatch, Replace, assign, defer, with_cleanup
+from elementgrad._cleanup import assign, defer, with_cleanup
 from elementgrad._names import pytree
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
@@ -66,11 +67,14 @@ class TorchWatcher(Watcher):
         self._calls: list[ForwardCall] = []
         """Forwards of this step that a hit may be about, in order."""
         self._step = 0
+        self._ended = False
+        """True if the first optimizer has taken this step: the next forward is of another."""
         self.count = 0
         """The number of steps that optimizers took."""
         self._micro_batch = 0
         self._thread = threading.get_ident()
-        self._inside = False
+        self.inside = False
+        """True while the model runs, also if it runs for a report: calls are not looked at then."""
         self._scaled: set[Any] = set()
         """The optimizers whose gradients a GradScaler may have scaled; None stands for all if none was given."""
         self._unscaled: set[Any] = set()
@@ -91,8 +95,8 @@ class TorchWatcher(Watcher):
         self._suspect: Hit | None = None
         """With several processes: a hit that they do not know of yet."""
         self._last: ForwardCall | None = None
-        self._update: UpdateBefore | None = None
-        """What the last step started from, if the model is small."""
+        self._updates: dict[Any, UpdateBefore | None] = {}
+        """The optimizers that stepped in this step, with what each started from if the model is small."""
         self._versions: list[int | None] = []
         """The versions of the parameters when they were last seen to be finite."""
 
@@ -110,19 +114,21 @@ class TorchWatcher(Watcher):
             before, after = _compat.optimizer_hooks(optimizer)
             add_hook(before, self._before_step)
             add_hook(after, self._after_step)
+        if not self._optimizers:
+            add_hook(_compat.all_optimizers_hooks(), self._before_other_step)
         for path, module in self._activations():
             add_hook(_compat.forward_hooks(module), partial(self._see_activation, path))
         if isinstance(self._options.loss, Module):
             see = self._see_loss  # one object, as hooks are known by it
             for hooks in _compat.forward_pre_hooks_with_kwargs(self._options.loss):
                 add_hook(hooks, see)
-        _watchers.append(self)
-        _patch.enter()
+        watchers.append(self)
+        patch.enter()
 
     def _end(self) -> None:
         self._stopped = True
-        if self in _watchers:
-            _watchers.remove(self)
+        if self in watchers:
+            watchers.remove(self)
         for call in self._calls:
             call.release()
         self._calls.clear()
@@ -136,16 +142,16 @@ class TorchWatcher(Watcher):
     # What happens in the loop
 
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._inside or self._stopped or threading.get_ident() != self._thread or torch.compiler.is_compiling():
+        if self.inside or self._stopped or threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         self._look()
         self._read_later()
         call = self._begin(args, kwargs)
         try:
-            self._inside = True
+            self.inside = True
             result = original(*args, **kwargs)
         finally:
-            self._inside = False
+            self.inside = False
         self._see_outputs(call, result)
         return result
 
@@ -154,6 +160,7 @@ class TorchWatcher(Watcher):
         return partial(self._call, original) if unwrap(wrapper) is self._state.called else original
 
     def _begin(self, args: Any, kwargs: Any) -> ForwardCall:
+        self._begin_step()
         fresh = all(p.grad is None for p in self._parameters.values())
         call = ForwardCall(self._step, self._micro_batch, args, kwargs, self._state.snapshot(), fresh)
         self._micro_batch += 1
@@ -161,6 +168,7 @@ class TorchWatcher(Watcher):
         return call
 
     def _see_outputs(self, call: ForwardCall, result: Any) -> None:
+        call.returned = type(result).__name__
         outputs = [(name, x) for name, x in float_outputs(result) if x.dtype in FLOATS]
         call.outputs = [(name, x.detach()) for name, x in outputs]
         for position, (_, x) in enumerate(outputs):
@@ -197,7 +205,7 @@ class TorchWatcher(Watcher):
         self._unseen = True
 
     def _see_activation(self, path: str, module: Module, args: Any, result: Any) -> None:
-        if not self._inside or self._last is None:
+        if not self.inside or self._last is None:
             return
         call = self._last
         for name, x in pytree.named_leaves(result, path):
@@ -205,7 +213,7 @@ class TorchWatcher(Watcher):
                 call.handles.extend(map(x.register_hook, [partial(call.activations.__setitem__, name)]))
 
     def _see_loss(self, module: Any, args: Any, kwargs: Any) -> None:
-        if not self._inside and self._last is not None:
+        if not self.inside and self._last is not None:
             self._last.see_loss(args, kwargs)
 
     def call_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,6 +252,8 @@ class TorchWatcher(Watcher):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._stopped or _skips_step(optimizer):
             return None
+        if optimizer in self._updates:
+            self._begin_step()
         self.count += 1
         self._scaled.discard(optimizer)
         self._unscaled.discard(optimizer)
@@ -252,11 +262,17 @@ class TorchWatcher(Watcher):
             self._require_finite_parameters(self._step, "before the step")
         self._agree_to_stop()
         closes = any(map(callable, (*args, *kwargs.values())))
-        self._update = UpdateBefore.of(optimizer, self._step) if self._options.captures and not closes else None
+        self._updates[optimizer] = UpdateBefore.of(optimizer) if self._options.captures and not closes else None
         if not closes:
             return None
         args = tuple([self._looking(x) if callable(x) else x for x in args])
         return args, {key: self._looking(x) if callable(x) else x for key, x in kwargs.items()}
+
+    def _before_other_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Look at gradients before an optimizer that was not given writes to the parameters."""
+        is_ours = any(id(p) in self._names for _, p in _members(optimizer))
+        if is_ours and not self._stopped and threading.get_ident() == self._thread:
+            self._look(at_step=True)
 
     def _looking(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Return the closure of an optimizer, with a look at the gradients that it makes: it may clear them itself."""
@@ -291,8 +307,14 @@ class TorchWatcher(Watcher):
         self._calls.clear()
         self._unseen = self._looked = False
         self._micro_batch = 0
-        if optimizer is self._optimizers[0]:
+        self._ended = self._ended or optimizer is self._optimizers[0]
+
+    def _begin_step(self) -> None:
+        """Count a step once something of the next one happens: until then, other optimizers take the same step."""
+        if self._ended:
             self._step += 1
+            self._ended = False
+            self._updates.clear()
 
     # Looking at numbers
 
@@ -358,16 +380,17 @@ class TorchWatcher(Watcher):
             bad = _find_bad([(self._name(p), p)])
             if bad is None:
                 continue
-            before = None if self._update is None or self._update.step != step else self._update.values().get(id(p))
+            update = self._updates.get(optimizer) if step == self._step else None
+            before = None if update is None else update.values().get(id(p))
             if before is not None and not math.isfinite(bad_float(NUMBERS.array(before)[bad.index])):
                 # Something has written to it through `.data`, which no version counts.
-                self._stop_at_parameter(bad, step, "before the step", self._capture_update)
+                self._stop_at_parameter(bad, step, "before the step", partial(self._capture_update, optimizer))
                 return
             settings = [f"{key} is {value!r}" for key, value in group.items() if type(value) in (float, tuple)]
             hit = Hit(
                 f"{bad} after the step",
                 step,
-                captured=None if self._last is None else partial(self._capture_update, self._last, step),
+                captured=None if self._last is None else partial(self._capture_update, optimizer, self._last, step),
                 cause="update",
                 place=bad.place,
                 value=bad.value,
@@ -377,12 +400,15 @@ class TorchWatcher(Watcher):
             )
             self._stop(hit)
 
-    def _capture_update(self, call: ForwardCall, step: int) -> CapturedStep:
-        """Capture a step after the optimizer has taken it: with the parameters from before, if they are known."""
-        update = self._update
-        if update is None or update.step != step:
+    def _capture_update(self, optimizer: Any, call: ForwardCall, step: int) -> CapturedStep:
+        """Capture a step after optimizers have taken it: with the parameters from before, if they are known."""
+        updates = list(self._updates.values()) if step == self._step else [None]
+        update = self._updates.get(optimizer)
+        if update is None or None in updates:
             return self._state.capture(call, self._parameters, after=True)
-        before = update.values()
+        before: dict[int, Tensor] = {}
+        for each in reversed(updates):  # of a parameter that several write to, from before the first
+            before |= {} if each is None else each.values()
         parameters = {name: before.get(id(p), p) for name, p in self._parameters.items()}
         captured = self._state.capture(call, parameters)
         tensors, settings, results = update.capture()
@@ -422,11 +448,8 @@ class TorchWatcher(Watcher):
 
     @with_cleanup
     def _line_of(self, call: ForwardCall, name: str) -> str | None:
-        try:
-            self._inside = True  # the model is called for it
-            return self._state.line_of(call, name)
-        finally:
-            self._inside = False
+        pause()
+        return self._state.line_of(call, name)
 
     def _read_later(self) -> None:
         """Read the norms of parameters on an accelerator, one step late, so that no step waits for them."""
@@ -469,7 +492,7 @@ class TorchWatcher(Watcher):
         """Stop at a number that one of these forwards, or the backward of them all, made bad."""
         if not calls:
             self._require_finite_parameters(self._step, "before the step")
-        hit = None if calls else Hit(tripped, self._step, place=place, evidence=[NOT_CALLED])
+        hit = None if calls else Hit(tripped, self._step, place=place, evidence=[self._why_unseen()])
         alone = len(calls) == 1 and calls[0].fresh and self._ranks == 1
         for call in reversed(calls):
             record = partial(self._state.record, call, self._options.loss)
@@ -478,14 +501,22 @@ class TorchWatcher(Watcher):
         assert hit is not None
         self._stop(hit)
 
+    def _why_unseen(self) -> str:
+        if self._last is None or self._last.step != self._step:
+            return NOT_CALLED
+        what = f"the model returns {self._last.returned}, in which no tensor with a gradient was found"
+        return f"{what}; return tensors, in tuples, dicts or dataclasses"
+
     def _stop(self, hit: Hit) -> None:
         """Stop at once, or with several processes when all of them can."""
         if self._ranks == 1:
             self._raise(hit)
         self._suspect = self._suspect or hit
 
+    @with_cleanup
     def _raise(self, hit: Hit) -> None:
         self._stopped = True
+        pause()
         self._options.stop(hit)
 
     def _agree_to_stop(self) -> None:
@@ -567,61 +598,4 @@ def _all_finite(flags: Sequence[Tensor]) -> bool:
     return bool(torch.stack([flag.float().to(flags[-1].device) for flag in flags]).isfinite().all())
 
 
-_watchers: list[TorchWatcher] = []
-"""The watchers of all blocks that run."""
-
-
-def _install(replace: Replace) -> None:
-    total_norm = getattr(_compat.clip_grad, _compat.TOTAL_NORM)
-    scale, unscale, step = [getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step")]
-
-    @wraps(total_norm)
-    def seen_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kw: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norm = total_norm(tensors, norm_type, False, *args, **kw)
-        for watcher in list(_watchers):
-            watcher.see_norm(tensors, norm, float(norm_type))
-        return total_norm(tensors, norm_type, True, *args, **kw) if error_if_nonfinite else norm
-
-    @wraps(scale)
-    def seen_scale(self: Any, outputs: Any) -> Any:
-        for watcher in list(_watchers) if self.is_enabled() else ():
-            watcher.see_scale()
-        return scale(self, outputs)
-
-    @wraps(unscale)
-    def seen_unscale(self: Any, optimizer: Any) -> Any:
-        result = unscale(self, optimizer)
-        for watcher in list(_watchers) if self.is_enabled() else ():
-            watcher.see_unscaled(optimizer)
-        return result
-
-    @wraps(step)
-    def seen_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [(watcher, watcher.count) for watcher in _watchers]
-        result = step(self, optimizer, *args, **kwargs)
-        for watcher, count in before:
-            watcher.see_scaler_step(optimizer, watcher.count != count)
-        return result
-
-    wrapper = _compat.compiled_wrapper()
-    if wrapper is not None:
-        call = wrapper.__call__
-
-        @wraps(call)
-        def seen_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            function: Callable[..., Any] = partial(call, self)
-            for watcher in list(_watchers):
-                function = watcher.see_compiled(self, function)
-            return function(*args, **kwargs)
-
-        replace(wrapper, "__call__", seen_call)
-    replace(_compat.clip_grad, _compat.TOTAL_NORM, seen_norm)
-    replace(torch.amp.GradScaler, "scale", seen_scale)
-    replace(torch.amp.GradScaler, "unscale_", seen_unscale)
-    replace(torch.amp.GradScaler, "step", seen_step)
-
-
-_patch = AttributePatch(_install)
-"""While it is on, watchers see norms of gradients and scaled losses."""
 implementation = TorchWatchRuns(TorchWatcher)

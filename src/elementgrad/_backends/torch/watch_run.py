@@ -76,6 +76,8 @@ class ForwardCall:
         self.fresh = fresh
         """True if no parameter had a gradient before, so that gradients are those of this backward alone."""
         self.outputs: list[tuple[str, Tensor]] = []
+        self.returned = ""
+        """The class of the result."""
         self.norm: Tensor | None = None
         """One number that tells if the outputs are finite, until it is read."""
         self.cotangents: dict[int, Tensor] = {}
@@ -177,7 +179,12 @@ class ModelState:
             with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), recorder.recording():
                 result = self.root(*args, **kwargs)
                 _locate(recorder.ops, here, call.where)
-                value = None if loss is None else _call_loss(loss, call, result)
+                remarks: list[str] = []
+                try:
+                    value = None if loss is None else _call_loss(loss, call, result)
+                except Exception as error:  # the user's; the model can be followed without the loss
+                    value = None
+                    remarks.append(f"the loss could not be followed: {type(error).__name__}: {error}")
                 _locate(recorder.ops, here, call.loss_where or call.where)
             outputs = float_outputs(result)
             inputs = _named_inputs(self.root, args, kwargs)
@@ -200,7 +207,18 @@ class ModelState:
         connected = frozenset(recorder.connected)
         seeds = dict(call.cotangents)
         return StepRecord(
-            "torch", ops, connected, NUMBERS, held, named, final, seeds, texts, hints=hints, following=following
+            "torch",
+            ops,
+            connected,
+            NUMBERS,
+            held,
+            named,
+            final,
+            seeds,
+            texts,
+            hints=hints,
+            following=following,
+            remarks=remarks,
         )
 
     def results(self, call: ForwardCall) -> dict[str, Tensor]:

@@ -21,8 +21,7 @@ PLAIN = (bool, int, float, str, type(None))
 class UpdateBefore:
     """The parameters, gradients and state that a step of an optimizer starts from."""
 
-    def __init__(self, optimizer: Any, step: int):
-        self.step = step
+    def __init__(self, optimizer: Any):
         self._optimizer = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._values = [p.detach().clone() for p in self._parameters]
@@ -31,12 +30,12 @@ class UpdateBefore:
         self._states = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()} for state in states]
 
     @classmethod
-    def of(cls, optimizer: Any, step: int) -> "UpdateBefore | None":
+    def of(cls, optimizer: Any) -> "UpdateBefore | None":
         """Copy what a step starts from; None if that is too large."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         is_plain = all(p.layout is torch.strided and not hasattr(p, "to_local") for p in parameters)
         small = is_plain and sum([p.numel() for p in parameters]) <= LIMIT
-        return cls(optimizer, step) if small else None
+        return cls(optimizer) if small else None
 
     def values(self) -> dict[int, Tensor]:
         """Return the parameters from before the step, by the `id()` of those that it wrote to."""

@@ -43,7 +43,7 @@ from elementgrad._backends.jax.sharding import (
     with_auto_axes,
 )
 from elementgrad._backends.jax.train.rules import DENSE, PatchedArray
-from elementgrad._train.cells import unique_indices
+from elementgrad._train.kernels import unique_indices
 
 Array = jax.Array
 CHEAP = 8

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
 from elementgrad._backends.jax.sharding import put, put_at, take, with_auto_axes
-from elementgrad._train.cells import CellBlock
+from elementgrad._train.kernels import CellBlock
 
 Array = jax.Array
 DENSE = 2

@@ -24,7 +24,7 @@ from elementgrad._backends.jax.train.products import convolve, multiply
 from elementgrad._backends.jax.train.rules import MOVES, PatchedArray, dynamic_slice, gather, split
 from elementgrad._names import pytree
 from elementgrad._place import grammar
-from elementgrad._train.numbers import array_bits, cast_array
+from elementgrad._train.bits import array_bits, cast_array
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, ResolvedPlace, TrainBackend
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
 

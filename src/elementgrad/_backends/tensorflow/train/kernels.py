@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._train.cells import CellBlock, split_by_offset
+from elementgrad._train.kernels import CellBlock, split_by_offset
 
 Tensor = Any
 

@@ -19,7 +19,7 @@ from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_sta
 from elementgrad._backends.tensorflow.distributed import copies, unwrap
 from elementgrad._backends.tensorflow.train.kernels import KerasLookup
 from elementgrad._cleanup import assign, close_scopes_after, scope
-from elementgrad._train.numbers import LAYOUTS, array_bits, common_width, nan_bits
+from elementgrad._train.bits import LAYOUTS, array_bits, common_width, nan_bits
 from elementgrad._train.trainer import ElementGroup, FreezeClaim, Freezer, PartialParameter, ResolvedPlace
 
 Tensor = Any

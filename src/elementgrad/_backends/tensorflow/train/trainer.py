@@ -37,7 +37,7 @@ from elementgrad._backends.tensorflow.train.parameter import (
     take,
 )
 from elementgrad._cleanup import assign, close_scopes_after
-from elementgrad._train.numbers import array_bits
+from elementgrad._train.bits import array_bits
 from elementgrad._train.trainer import (
     ResolvedPlace,
     TrainBackend,

@@ -1,7 +1,7 @@
 """Versions of the tensors in a storage: each write in place makes one, with its own edge in the autograd graph.
 
 An element is known by its address, the bytes from the start of its storage. `Region` has the addresses of a strided
-tensor, `Write` the ones that an op wrote, and `StorageHistory` finds the version that an element is asked about at.
+tensor, `Write` the ones that an op wrote, and `StorageHistory` finds the version of an element that a request means.
 """
 
 import math
@@ -207,7 +207,7 @@ class StorageHistory:
         return (counts > wanted).argmax(0)
 
     def count_before(self, other: "StorageHistory", indices: np.ndarray) -> np.ndarray:
-        """Return how many versions there were when the versions of `other` at these indices came to be."""
+        """Return how many versions there were when the versions of `other` at these indices were made."""
         orders = np.array([version.order for version in self.versions[1:]])
         times = np.array([version.time for version in self.versions[1:]])
         distinct, inverse = np.unique(indices, return_inverse=True)

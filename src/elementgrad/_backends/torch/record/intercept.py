@@ -43,7 +43,7 @@ TENSOR_METHODS = {
 """Methods about the tensor object and not about its values; they get the user's tensor and no proxy."""
 ENABLE_GRAD = {"requires_grad_", "requires_grad.__set__"}
 COPIES = {"__deepcopy__", "data.__get__"}
-"""Of `TENSOR_METHODS` and of properties, such as `grad` and `_base`, those that return a new tensor."""
+"""Those of `TENSOR_METHODS`, and of properties such as `grad` and `_base`, that return a new tensor."""
 VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 """Properties about the values; all other properties are about the tensor object."""
 MULTI_VIEWS = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit"}
@@ -66,7 +66,7 @@ class _ThreadState(threading.local):
     pauses: int = 0
     """Number of `pause_recording` blocks that the thread is in."""
     applying: str = ""
-    """What PyTorch does in C with a function that it applies: nothing yet, `PLAIN` or `PASSING`."""
+    """What PyTorch, in C, now looks up for a function that it applies: nothing yet, `PLAIN` or `PASSING`."""
     applied: Any = None
     """The class of that function."""
     returns_one: bool = False
@@ -89,7 +89,7 @@ def active_recorders() -> tuple[Any, ...]:
 
 
 class pause_recording(scope):  # noqa: N801
-    """Block of the library's own code, which no recorder of this thread takes for the user's."""
+    """Block of the library's own code, whose calls no recorder of this thread records."""
 
     __slots__ = ()
 

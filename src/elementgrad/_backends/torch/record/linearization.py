@@ -32,7 +32,7 @@ from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 Request = tuple[ElementRequest, TrackedTensor]
-"""Named elements, and the history of the tensor that they are of."""
+"""Named elements, and the history of their tensor."""
 GRAPH_ERRORS: GraphErrors = {
     is_inplace_error: "a tensor that this derivative needs was saved before the recording and "
     "changed in place since; record from before it was made",
@@ -290,7 +290,7 @@ def _fit_to_source(derivative: Tensor, source: GradientEdge) -> Tensor:
 
 @dataclass(frozen=True)
 class _LiveElements:
-    """Source elements, each with the range of versions in which it has the value that is asked about."""
+    """Source elements, each with the range of versions in which it has the requested value."""
 
     addresses: np.ndarray
     itemsize: int
@@ -302,7 +302,7 @@ def split_by_use(of: Request, position: int, wrt: Request) -> list[UseFlow] | No
     """Return the derivative of one element with respect to others, by their uses; None if no path leads there.
 
     A source element stays alive in later versions, which are made by writes to other elements: their slots are uses
-    too, up to the next write of the element. What only carries it on from version to version is none.
+    too, up to the next write of the element. A slot that only carries it from version to version is not a use.
     """
     (request, target), (source_request, source) = of, wrt
     target_position = np.array([position])
@@ -353,7 +353,7 @@ def _make_seed(end: TensorVersion, target: TrackedTensor, position: int, like: T
 def _use_value(
     derivative: Tensor, versions: Sequence[TensorVersion], index: int, node: Any, slot: int, live: _LiveElements
 ) -> Tensor | None:
-    """Return of what flows into a version the part for the elements alive in it; None if that is a use of none."""
+    """Return the part of a version's derivative for the elements alive in it; None if it is no use of any."""
     group = [n for n in range(index, len(versions)) if same_edge(versions[n].edge, versions[index].edge)]
     is_used = (live.starts <= group[-1]) & (group[0] < live.stops)
     later = [version for version in versions[group[-1] + 1 :] if node in version.chain]

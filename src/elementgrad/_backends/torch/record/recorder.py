@@ -33,7 +33,7 @@ from elementgrad._backends.torch.record.writes import (
     WriteHistory,
     describe_write,
     pack_saved_tensors,
-    storage_key,
+    plain_storage_key,
     tensors_written_by,
 )
 from elementgrad._cleanup import close_scopes_after, defer
@@ -51,7 +51,7 @@ class TorchRecorder(Recorder):
 
     def __init__(self, tensors: Sequence[Tensor]):
         for x in tensors:
-            if x.layout is not torch.strided or storage_key(x) is None:
+            if x.layout is not torch.strided or plain_storage_key(x) is None:
                 raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
         self._tensors = list(tensors)
         self.saved = SavedTensors()
@@ -110,7 +110,7 @@ class TorchRecorder(Recorder):
     def _find(self, request: ElementRequest) -> TrackedTensor:
         """Return the history that a named tensor is part of."""
         x = request.tensor
-        if storage_key(x) is None:
+        if plain_storage_key(x) is None:
             raise request.outside_error()
         storage = self.history.recorded_storage(x)
         if storage is not None and x in self._detached:
@@ -238,7 +238,7 @@ class _WriteMode(PlainDispatchMode):
         if func._schema.name not in ("aten::detach", "aten::alias"):  # these compute nothing
             self._recorder.check_op(args)
         for x, is_out in tensors_written_by(func, args, kwargs):
-            key, name = storage_key(x), func._schema.name.partition("::")[2]
+            key, name = plain_storage_key(x), func._schema.name.partition("::")[2]
             if key is None:
                 continue
             if torch.Tag.inplace_view not in func.tags:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elementgrad._backends.torch._compat import functorch_is_active, saved_tensor_hooks, sequence_number
+from elementgrad._backends.torch._compat import functorch_is_active, saved_tensor_hooks, sequence_number, storage_key
 from elementgrad._backends.torch.record.history import (
     Region,
     StorageHistory,
@@ -242,10 +242,10 @@ def _storage_end(shape: Sequence[int], stride: Sequence[int], offset: Any) -> in
     return int(offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1)
 
 
-def storage_key(x: Tensor) -> int | None:
-    """Return what tells a storage from others while it is alive; None for a tensor without a storage of its own."""
+def plain_storage_key(x: Tensor) -> int | None:
+    """Return the key of a tensor's storage; None for a tensor without a storage of its own."""
     try:
-        return x.untyped_storage()._cdata
+        return storage_key(x)
     except (NotImplementedError, RuntimeError):  # sparse tensors, and wrappers of torch.func
         return None
 
@@ -273,12 +273,12 @@ class WriteHistory:
         """Start the histories of the recorded tensors, with the proxies of outer recordings where there are some."""
         groups: dict[Any, list[Tensor]] = {}
         for x in tensors:
-            groups.setdefault(storage_key(x), []).append(x)
+            groups.setdefault(plain_storage_key(x), []).append(x)
         for key, group in groups.items():
             proxies = [history._recorded[key].proxy for history in outer if key in history._recorded]
             innermost = next((proxy for proxy in reversed(proxies) if proxy), None)
             storage = ProxiedStorage(group, sequence_number(), detached, innermost)
-            self._recorded[key] = self._recorded[storage_key(storage.tensor) or key] = storage
+            self._recorded[key] = self._recorded[plain_storage_key(storage.tensor) or key] = storage
 
     def close(self) -> None:
         """Append the last versions. No writes come afterwards."""
@@ -289,11 +289,11 @@ class WriteHistory:
 
     def recorded_storage(self, x: Tensor) -> ProxiedStorage | None:
         """Return the history of the storage of `x`, if a recorded tensor lies in it."""
-        return self._recorded.get(storage_key(x) or 0)
+        return self._recorded.get(plain_storage_key(x) or 0)
 
     def other_history(self, x: Tensor) -> StorageHistory | None:
         """Return the history of the storage of `x`, if it was written to and no recorded tensor lies in it."""
-        entry = self._others.get(storage_key(x) or 0)
+        entry = self._others.get(plain_storage_key(x) or 0)
         return entry[0] if entry else None
 
     def is_proxy(self, x: Any) -> bool:
@@ -378,7 +378,7 @@ class SavedTensors:
 
     def save(self, tensor: Tensor, hooks: Hooks | None) -> "SavedTensor":
         """Register a tensor that autograd saves."""
-        key = storage_key(tensor)
+        key = plain_storage_key(tensor)
         saved = SavedTensor(tensor, key, hooks)
         if key is not None:
             self._by_storage.setdefault(key, weakref.WeakSet()).add(saved)
@@ -406,7 +406,7 @@ class SavedTensor:
     def copy(self) -> bool:
         """Copy the values, unless a hook has moved them elsewhere already; return True if they were copied."""
         tensor = self._unpack_tensor()
-        if storage_key(tensor) != self._key:
+        if plain_storage_key(tensor) != self._key:
             return False
         self._copy, self._packed = tensor.clone(), None
         return True
@@ -417,7 +417,7 @@ class SavedTensor:
         if self._copy is not None:
             return self._copy
         tensor = self._unpack_tensor()
-        if tensor._version != self._version and storage_key(tensor) == self._key:
+        if tensor._version != self._version and plain_storage_key(tensor) == self._key:
             raise FrameworkError(CHANGED)
         return tensor
 

@@ -1,8 +1,9 @@
 """Training of single elements of PyTorch parameters.
 
-Each trained place has a leaf: a small `nn.Parameter` that holds the values of its elements (`TorchElementGroup`). The
-user's optimizer moves the leaf. The parameter is frozen, stays in its module under its name, and always holds the
-values of its leaves: `TorchPartialParameter` copies them in both directions (`parameter.py`).
+`TorchTrainer` (`trainer.py`) checks, starts and stops training. Each trained place has a leaf: a small `nn.Parameter`
+that holds the values of its elements (`TorchElementGroup`). The user's optimizer moves the leaf. The parameter is
+frozen, stays in its module under its name, and always holds the values of its leaves: `TorchPartialParameter` copies
+them in both directions (`parameter.py`).
 
 1. `eg.trainable` freezes the model, adds the leaves to the modules that own the parameter, and gives those modules a
    subclass of their class (`modules.py`). Hooks on all optimizers are registered with the first trained element and

@@ -22,7 +22,7 @@ from torch.nn import functional
 from elementgrad._backends.torch._compat import is_compiling, unsafe_view
 from elementgrad._backends.torch.train.parameter import index_tensor
 from elementgrad._cleanup import safe_context
-from elementgrad._train.cells import CellBlock, split_by_offset
+from elementgrad._train.kernels import CellBlock, split_by_offset
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ SAMPLED = 0.12  # one entry of a sampled product of such rows
 CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
 """Numbers of a factor that are processed at a time: on a CPU, as many as stay in its caches."""
 SMALL_TABLE = 1 << 16
-"""Numbers up to which all rows of a lookup get a sum, without looking first which of them occur."""
+"""The most numbers for which all rows of a lookup are summed, without first finding the rows that occur."""
 
 
 def connect_leaves(weight: Tensor, index: Tensor, values: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TorchProduct:
 
     def _sample(self, left: Tensor, right: Tensor) -> Tensor:
         with safe_context(warnings.catch_warnings()):
-            warnings.simplefilter("ignore")  # PyTorch says once per process that the CSR layout is in beta
+            warnings.simplefilter("ignore")  # PyTorch warns once per process that the CSR layout is in beta
             pattern, order = self._csr_pattern(left.dtype)
             length = max(64, CPU_CHUNK // sum(self._size))
             first, *others = zip(left.split(length), right.split(length), strict=True)

@@ -263,7 +263,7 @@ class TrainedModule:
     """Attributes with parameters in lists or other containers, as `_flat_weights` of recurrent layers."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Skip the `__init_subclass__` of the user's classes, which may keep account of their subclasses."""
+        """Skip the `__init_subclass__` of the user's classes, which may register subclasses."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         parameter = self.__dict__.get("_trained", {}).get(name)
@@ -280,7 +280,7 @@ class TrainedModule:
             )
         if not isinstance(value, Tensor) or _memory_of(value) != _memory_of(parameter.tensor):
             raise _replaced_error(name)
-        return None  # the same memory: weights are tied again that are tied already
+        return None  # the same memory: weights that are already tied are tied again
 
     def __delattr__(self: Any, name: str) -> None:
         if name in self.__dict__.get("_trained", {}):
@@ -431,7 +431,7 @@ def restore_class(module: Any) -> None:
     """Give a module its own class again, and remove the leaves. Idempotent."""
     _remove_leaves(module)
     module.__class__ = _original_class(module)
-    for name in STATE:  # `_trained` last: until it is gone, `detach` begins again after an interrupt
+    for name in STATE:  # `_trained` last: while it exists, an interrupted `detach` starts over
         vars(module).pop(name, None)
 
 
@@ -503,7 +503,7 @@ def _set_list(name: str, module: Any, value: Any) -> None:
 
 
 def _memory_of(value: Any) -> Any:
-    """Return where and how a tensor lies in memory; for a tensor inside of a transform, and for all else, an id."""
+    """Return the address and layout of a tensor; an id for tensors inside transforms and for other values."""
     try:
         return value.data_ptr(), value.shape, value.stride()
     except (RuntimeError, AttributeError):

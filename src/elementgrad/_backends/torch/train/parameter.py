@@ -23,7 +23,7 @@ from elementgrad._backends.torch._compat import (
     in_torch_mode,
 )
 from elementgrad._cleanup import Lock
-from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
+from elementgrad._train.bits import LAYOUTS, common_width, nan_bits
 from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
 from elementgrad.errors import FrameworkError, OptionError
 
@@ -196,7 +196,7 @@ class TorchPartialParameter(PartialParameter):
         _, *versions = self._versions()
         values = self._leaf_values().clone()
         self.storage.write(self.index, values)
-        # Only now, so that what an interrupt stops is done again.
+        # Last, so that an interrupted copy is done again.
         self._synced_versions, self._synced_values = [self.tensor._version, *versions], values
         self._compare_values = False
 
@@ -293,8 +293,8 @@ def _remove_dead_user(key: int, dead: "ref[Any]") -> None:
 
 
 def _remove_unused_hooks() -> None:
-    # Garbage is collected at any time, also while PyTorch iterates over the hooks in some thread. Then they stay, and
-    # do nothing, until elements train or are released the next time.
+    # Garbage is collected at any time, also while PyTorch iterates over the hooks in some thread. The hooks then stay,
+    # without effect, until elements train or are released the next time.
     if not _hook_users and not any(_calls_hooks(frame) for frame in sys._current_frames().values()):
         for hooks, hook in _global_hooks:
             hooks.pop(id(hook), None)
@@ -376,5 +376,5 @@ def tensor_bits(tensor: Tensor) -> tuple[str, np.ndarray]:
 
 
 def index_tensor(positions: np.ndarray, device: torch.device | str) -> Tensor:
-    """Return positions as a flat int64 tensor. It may share their memory, to which nothing is written."""
+    """Return positions as a flat int64 tensor, which may share their memory and must not be written to."""
     return torch.from_numpy(np.require(positions, np.int64, ["C", "W"]).reshape(-1)).to(device)

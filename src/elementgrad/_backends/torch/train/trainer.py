@@ -242,8 +242,8 @@ class TorchTrainer(Trainer):
     def sync(self, groups: Sequence[Any]) -> None:
         own = set(map(id, groups))
         for parameter in parameters_of(groups):
-            # An interrupted release begins again when its groups are removed already. The parameter has no values of
-            # theirs then, and what it knows of others may be half changed.
+            # An interrupted release starts over after its groups were removed. Then the parameter holds none of their
+            # values, and its tables of the other groups may be half updated.
             if not own.isdisjoint(map(id, parameter.groups)):
                 parameter.sync()
                 parameter.check_not_overwritten()
@@ -425,7 +425,7 @@ def _whole_parameters(model: Module) -> list[torch.nn.Parameter]:
 
 
 def _repeats_memory(tensor: Tensor) -> bool:
-    """Return True if one number in memory is several elements of a tensor."""
+    """Return True if several elements of a tensor share memory, as after `expand`."""
     if not _is_strided(tensor) or tensor.is_contiguous():
         return False
     region = Region.of(tensor)
@@ -443,7 +443,7 @@ def _find_sharing(parameters: Iterable[tuple[str, Tensor]]) -> dict[int, tuple[s
         same.sort(key=lambda named: _byte_span(named[1]))
         for at, (name, tensor) in enumerate(same):
             end = _byte_span(tensor)[1]
-            # Those that begin behind its end, as weights of recurrent layers do, share nothing with it.
+            # Tensors that begin after its end share nothing with it, such as the weights of recurrent layers.
             for other, parameter in takewhile(lambda named: _byte_span(named[1])[0] < end, same[at + 1 :]):  # noqa: B023
                 if tensor is not parameter and _share_numbers(tensor, parameter):
                     sharing.setdefault(id(tensor), (name, other))

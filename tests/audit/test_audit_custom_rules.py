@@ -49,7 +49,7 @@ def test_a_wrong_rule_is_a_finding_about_what_is_in_front_of_it():
     (finding,) = audit.findings
     assert (finding.problem, finding.cause, finding.operation) == ("wrong", "custom-rule", "Rule")
     assert finding.parameters == ("trunk.weight", "trunk.bias")
-    assert finding.where.startswith("test_audit_rules.py:")
+    assert finding.where.startswith("test_audit_custom_rules.py:")
     assert finding.evidence == ("its rule gives 2 for an element whose slope is 3",)
     assert "except_=['Rule']" in str(audit)
 

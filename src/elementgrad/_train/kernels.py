@@ -15,7 +15,7 @@ class CellBlock:
     """The block of the rows and columns of a matrix in which given cells lie.
 
     >>> import numpy as np
-    >>> from elementgrad._train.cells import CellBlock
+    >>> from elementgrad._train.kernels import CellBlock
     >>> block = CellBlock(np.array([7, 2, 7]), np.array([1, 0, 0]), shape=(9, 2))
     >>> block.rows, block.columns, block.cell, block.has_all_columns
     (array([2, 7]), array([0, 1]), array([3, 0, 2]), True)

@@ -25,19 +25,19 @@ from elementgrad._explain.trace import Numbers, Op
 
 Tensor = Any
 CALLS = 2
-"""So many calls of one function at one line are looked at,"""
+"""The calls that are compared of one function at one line."""
 ELEMENTS = 3
-"""and so many elements of each of their results;"""
+"""The elements that are compared of each result of a call."""
 GRID = 16
-"""if the rule differs where the values move, jumps are looked for in the widest of so many intervals,"""
+"""The intervals in which jumps of a function are looked for, if its rule differs where its values move."""
 WIDEST = 4
-"""these,"""
+"""The intervals that are searched: those in which the values move the most."""
 HALVINGS = 60
-"""each of which is halved so often,"""
+"""How often an interval is halved, unless its values turn out to move evenly."""
 FIRST_HALVINGS = 8
-"""or so often, if the values then move no more than they do in all of it by its share."""
+"""The halvings after which they do, if the part that is left moves no more than twice its share of the interval."""
 VISIBLE = 16.0
-"""A change of so many units of rounding would be seen."""
+"""The units of rounding from which a change counts."""
 
 
 def is_custom(op: Op, connected: Collection[int]) -> bool:

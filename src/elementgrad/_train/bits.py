@@ -111,7 +111,7 @@ class BitArray:
     An unknown dtype, such as `float8_e4m3fn`, is kept as well, but cannot be turned to floats.
 
     >>> import numpy as np
-    >>> from elementgrad._train.numbers import BitArray
+    >>> from elementgrad._train.bits import BitArray
     >>> BitArray.of(np.float32([1.0, -0.0])) == BitArray.of(np.float32([1.0, 0.0]))
     False
     >>> BitArray("bfloat16", np.uint8([[0x80, 0x3F], [0x20, 0xC1]])).floats().tolist()
@@ -152,7 +152,7 @@ class BitArray:
         """Return the numbers as float64, or complex128 if they are complex.
 
         >>> import numpy as np
-        >>> from elementgrad._train.numbers import BitArray
+        >>> from elementgrad._train.bits import BitArray
         >>> BitArray.of(np.float16([0.5, np.inf])).floats()
         array([0.5, inf])
         """
@@ -168,7 +168,7 @@ class BitArray:
         """Round to another floating dtype: to the nearest number, and to the even one of two equally near.
 
         >>> import numpy as np
-        >>> from elementgrad._train.numbers import BitArray
+        >>> from elementgrad._train.bits import BitArray
         >>> BitArray.of(np.float32([1.00390625, 1.01171875])).round_to("bfloat16").floats().tolist()
         [1.0, 1.015625]
         """

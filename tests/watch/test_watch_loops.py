@@ -1,0 +1,99 @@
+"""Watching loops of PyTorch that are put together in other ways: nested watches, several optimizers, none at all."""
+
+# ruff: noqa: PT012 (the block is what is watched)
+
+import pytest
+import torch
+
+import elementgrad as eg
+from elementgrad._backends.torch import _compat
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+
+
+def test_a_model_that_two_blocks_watch_is_explained(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = eg.watch(model, optimizer, capture=tmp_path / "nan.capture")
+    with pytest.raises(eg.WatchError) as caught, outer, eg.watch(model, optimizer, capture=None):
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.ones(2, 4)
+            x[0, 1] = float("inf") if step == 1 else 1.0
+            model(x).sum().backward()
+            optimizer.step()
+    error = caught.value
+    assert (error.step, error.place, error.cause) == (1, "input[0, 1]", "bad-input"), str(error)
+    assert outer.replay().same
+
+
+def test_optimizers_that_step_one_after_the_other_take_the_same_step(tmp_path):
+    model = net()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.Adam(model[2].parameters(), lr=0.1)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, [first, second], capture=tmp_path / "c") as watch:
+        for step in range(4):
+            first.zero_grad()
+            second.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            first.step()
+            if step == 2:
+                second.state[model[2].weight]["exp_avg_sq"][1, 2] = -3.0
+            second.step()
+    error = caught.value
+    assert (error.step, error.place, error.cause) == (2, "2.weight[1, 2]", "update"), str(error)
+    replay = watch.replay()  # from the parameters before the first of them stepped
+    assert replay.same, replay.differing
+    assert "updated:0" in replay.results
+
+
+def test_a_bad_gradient_is_seen_before_an_optimizer_that_was_not_given_steps():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None):
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.sqrt(model(torch.ones(2, 4)).square() * (0.0 if step == 1 else 1.0)).sum().backward()
+            optimizer.step()
+    assert caught.value.cause == "outside", str(caught.value)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert not _compat.all_optimizers_hooks()
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+
+class Boxed(torch.nn.Linear):
+    def forward(self, x):
+        return Box(torch.sqrt(super().forward(x) * 0))
+
+
+def test_a_result_in_which_no_tensor_is_found_is_named():
+    model = Boxed(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = eg.watch(model, optimizer, capture=None)
+    with pytest.raises(eg.WatchError, match="the model returns Box, in which no tensor"), watch:
+        model(torch.ones(2, 4)).x.sum().backward()
+        optimizer.step()
+
+
+def test_a_loss_that_raises_does_not_keep_the_model_from_being_followed():
+    def loss(output):
+        raise RuntimeError("no such class")
+
+    model, x = net(), torch.ones(2, 4)
+    x[1, 3] = float("nan")
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None, loss=loss):
+        model(x)
+    assert (caught.value.place, caught.value.cause) == ("input[1, 3]", "bad-input")
+    assert "the loss could not be followed: RuntimeError: no such class" in caught.value.evidence
+
+
+def test_what_is_no_path_and_no_step_is_said():
+    with pytest.raises(eg.OptionError, match=r"3 is not a path; give the name of a file, such as 'nan\.capture'"):
+        eg.watch(net()).replay(3)
