@@ -1,4 +1,4 @@
-"""`python -m benchmarks [suite ...]`: run the suites (all of them by default) and print one table."""
+"""`python -m benchmarks [suite ...]`: run suites (by default all but those of memory) and print one table."""
 
 import argparse
 import sys
@@ -16,6 +16,7 @@ from benchmarks import (
     exploring,
     growth,
     jacobians,
+    memory,
     named,
     names,
     patches,
@@ -48,6 +49,7 @@ SUITES = {
     **training_sharded.SUITES,
     **command_line.SUITES,
     **growth.SUITES,
+    **memory.SUITES,
 }
 
 
@@ -57,7 +59,8 @@ def main() -> bool:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
     parsed = parser.parse_args()
-    results = [result for name in parsed.suites or SUITES for result in run(SUITES[name](), parsed.repeats)]
+    suites = parsed.suites or [name for name in SUITES if name not in memory.SUITES]
+    results = [result for name in suites for result in run(SUITES[name](), parsed.repeats)]
     report(results, parsed.json)
     lines = contradictions(results, COSTS.read_text())
     print(*lines, sep="\n")

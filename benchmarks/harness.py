@@ -138,6 +138,31 @@ def peak_memory(function: Callable[[], object]) -> float | None:
     return max(0.0, (_status("VmHWM") - before) / 1024)
 
 
+def resident_growth(function: Callable[[], object], calls: int, warm: int, seconds: float) -> float | None:
+    """Return how many megabytes the process grows by in some calls that follow on `warm` others.
+
+    The calls end after so many seconds of processor time, and then there are fewer of them.
+    """
+    if not STATUS.exists():
+        return None
+    for _ in range(warm):
+        function()
+    before = _settled()
+    end = time.process_time() + seconds
+    for _ in range(calls):
+        function()
+        if time.process_time() > end:
+            break
+    return max(0.0, (_settled() - before) / 1024)
+
+
+def _settled() -> int:
+    """Return the resident memory in kilobytes, without what is only waiting to be freed."""
+    gc.collect()
+    _give_back()
+    return _status("VmRSS")
+
+
 def report(results: list[Result], path: Path) -> None:
     """Print one table and write the same figures as JSON."""
     table = Table(title="elementgrad against the framework's own way")

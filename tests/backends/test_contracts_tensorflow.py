@@ -11,7 +11,8 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.eager.backprop import _gradient_function
-from tensorflow.python.eager.context import Context, context
+from tensorflow.python.eager.context import context
+from tensorflow.python.eager.imperative_grad import imperative_grad
 from tensorflow.python.framework import op_callbacks
 from tensorflow.python.framework.ops import _EagerTensorBase
 from tensorflow.python.ops import gen_math_ops, script_ops
@@ -112,7 +113,7 @@ def test_autograph_skips_functions_with_its_attribute():
 def test_tensorflow_variables_are_written_by_methods_that_can_be_watched():
     for owner in (BaseResourceVariable, ResourceVariable):
         assert {"assign", "assign_add", "assign_sub"} <= set(vars(owner))
-    assert callable(Context.call_function)
+    assert callable(context().call_function)
     assert callable(tf.random.Generator._skip_single_var)
     tf.random.set_seed(1)
     assert isinstance(context()._rng, random.Random)
@@ -432,6 +433,28 @@ def test_tensorflow_looks_up_gradient_rules_in_one_function():
     assert _gradient_function("StopGradient", ("T", 1), 1, [x], [x], [x], (), "") == [None]
     with pytest.raises(LookupError, match="gradient registry has no entry for: Unique"):
         _gradient_function("Unique", (), 1, [x], [x], [x], (), "")
+
+
+def test_tensorflow_calls_compiled_functions_by_a_method_of_its_context(monkeypatch):
+    names, original = [], context().call_function
+    monkeypatch.setattr(context(), "call_function", lambda name, *args: names.append(name) or original(name, *args))
+    variable = tf.Variable(1.0)
+    tf.function(lambda: variable.assign_add(1.0))()
+    assert len(names) == 1
+    assert float(variable) == 2.0
+
+
+def test_tapes_give_gradients_without_flattening():
+    x, variable, other = tf.constant([1.0, 2.0]), tf.Variable([3.0, 4.0]), tf.constant(1.0)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([x, other])
+        y = x * x * variable
+    by_x, by_variable, none = imperative_grad(tape._tape, [y], [x, variable.handle, other])
+    np.testing.assert_array_equal(by_x, tape.gradient(y, x))
+    np.testing.assert_array_equal(by_variable, tape.gradient(y, variable))
+    assert none is None
+    (seeded,) = imperative_grad(tape._tape, [y], [x], output_gradients=[tf.constant([0.0, 1.0])])
+    np.testing.assert_array_equal(seeded, [0.0, 16.0])
 
 
 def test_tensorflow_reads_numbers_out_of_a_tensor_by_one_method():

@@ -210,3 +210,12 @@ def test_a_variable_that_is_read_where_nobody_can_look_is_refused(function, wher
     outer.inner = OUTSIDE
     with pytest.raises(eg.FrameworkError, match=f"the variable is read inside {where}.*; read it before"):
         eg.contributions(outer, X, wrt=f"{OUTSIDE.name}/w")
+
+
+def test_a_replaced_gradient_of_tapes_is_called_by_reads(monkeypatch):
+    x, original, calls = tf.constant([1.0, 2.0]), tf.GradientTape.gradient, []
+    monkeypatch.setattr(
+        tf.GradientTape, "gradient", lambda *args, **options: calls.append(args) or original(*args, **options)
+    )
+    np.testing.assert_array_equal(eg.grad(lambda x: tf.reduce_sum(x * x), x), [2.0, 4.0])
+    assert len(calls) == 1

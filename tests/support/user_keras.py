@@ -81,6 +81,7 @@ def surroundings():
         "replaced": [
             BaseResourceVariable.assign,
             vars(context.Context)["call_function"],
+            vars(context.context()).get("call_function"),
             *[vars(tf.GradientTape)[key] for key in ("_push_tape", "_pop_tape", "watch", "gradient")],
             vars(keras.Layer)["__call__"],
             vars(keras.Layer)["add_loss"],

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import jax
@@ -56,7 +57,10 @@ def local_settings() -> list[Any]:
 
 def restore_local_settings(values: Sequence[Any]) -> None:
     """Give this thread back its own values of settings, and tell JAX of those that it keeps a copy of."""
-    for state, value, now in zip(SETTINGS, values, local_settings(), strict=False):
+    here = local_settings()
+    if all(map(is_, values, here)):  # as nearly always
+        return
+    for state, value, now in zip(SETTINGS, values, here, strict=False):
         if value is now:
             continue
         state.set_local(value)

@@ -25,6 +25,7 @@ from elementgrad._backends.tensorflow._compat import (
     copy_keras_mask,
     could_possibly_record,
     gen_array_ops,
+    gradients_on_tape,
     uses_autograph,
 )
 from elementgrad._backends.tensorflow.isolate import Seeds, isolated, seeds, without_log
@@ -255,12 +256,9 @@ class _ActivationTap:
 
 
 def _vjp(tape: Any, y: Tensor, xs: Sequence[Tensor], seed: Tensor | None) -> list[Tensor | None]:
-    # TensorFlow packs a list of results anew several times, which takes as long as some small sweeps.
-    alone = len(xs) == 1
-    gradients = tape.gradient(y, xs[0] if alone else xs, output_gradients=seed)
     return [
         gradient if gradient is None or isinstance(gradient, tf.Tensor) else tf.convert_to_tensor(gradient)
-        for gradient in ([gradients] if alone else gradients)
+        for gradient in gradients_on_tape(tape, y, xs, seed)
     ]
 
 

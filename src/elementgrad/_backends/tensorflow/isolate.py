@@ -17,7 +17,6 @@ import tensorflow as tf
 from elementgrad._backends.tensorflow._compat import (
     WRITES,
     BaseResourceVariable,
-    Context,
     ResourceVariable,
     context,
     global_seed,
@@ -162,7 +161,8 @@ def _install(replace: Replace) -> None:
                 _wrap(replace, owner, name, _save_variable)
     for module, name in WRITES:
         _wrap(replace, module, name, _save_handle)
-    _wrap(replace, Context, "call_function", _save_inputs)
+    # Of the one context, and not of its class: each change of a class has Python look up all its methods anew.
+    _wrap(replace, context.context(), "call_function", _save_inputs)
     layer = getattr(sys.modules.get("keras"), "Layer", None)
     if hasattr(layer, LOSSES[-1]):
         for name, before in zip(LOSSES, (_save_losses, _save_losses_to_clear), strict=True):
@@ -217,7 +217,7 @@ def _save_losses_to_clear(layer: Any, *_: Any, **__: Any) -> None:
         _save_losses(layer)
 
 
-def _save_inputs(_: Any, name: Any, inputs: Any, *__: Any, **___: Any) -> None:
+def _save_inputs(name: Any, inputs: Any, *_: Any, **__: Any) -> None:
     # A compiled function may write to any of the variables that it takes.
     for handle in inputs if _local.saved else ():
         if handle.dtype == tf.resource:

@@ -182,9 +182,10 @@ class TensorflowBackend(Backend):
         return issubclass(kind, TENSOR_TYPES)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        if x.shape.rank is None:
+        shape = x.shape  # made anew each time
+        if shape.rank is None:
             raise TracedError("the tensor's number of axes is not known while tracing; give it with tf.ensure_shape")
-        return tuple(x.shape)
+        return tuple(shape)
 
     def kind(self, x: Tensor) -> Kind:
         return _kind(x.dtype)
