@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import elementgrad as eg
+from tests.support.meshes import shard_map
 
 X = jnp.array([1.0, -2.0, 3.0, 0.0])
 
@@ -28,6 +30,20 @@ def test_the_text_names_the_line_and_the_fix():
     assert found.path == ("multiply", "stop_gradient (broken here)", "sum")
     with pytest.raises(eg.UnconnectedError, match=rf"stop_gradient cuts the gradient .*:{line_of('cut')}"):
         eg.grad(f, X)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["as it is", "compiled"])
+def test_a_function_on_several_devices_is_one_operation(wrap):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    rectify = shard_map(jax.nn.relu, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    f = wrap(lambda x: rectify(x * 2).sum())  # sharded
+    np.testing.assert_array_equal(eg.grad(f, X), [2.0, 0.0, 2.0, 0.0])
+    found = eg.explain(f, X, wrt="x[1]")
+    assert (found.verdict, found.operation) == ("zero", "shard_map")
+    assert found.where == f"test_explain_jax.py:{line_of('sharded')}"
+    found = eg.explain(f, X, wrt="x[0]")
+    assert found.verdict == "flows"
+    np.testing.assert_array_equal(found.value, 2.0)
 
 
 KINKS = {

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import elementgrad as eg
+from tests.support.meshes import UNCHECKED, shard_map
 from tests.support.sharded_jax_model import (
     APART,
     PLACES,
@@ -36,12 +37,6 @@ from tests.support.sharded_jax_model import (
 from tests.support.sharded_jax_reads import reads
 
 BEFORE = numbers()
-if hasattr(jax, "shard_map"):
-    shard_map, UNCHECKED = jax.shard_map, {"check_vma": False}
-else:
-    from jax.experimental.shard_map import shard_map
-
-    UNCHECKED = {"check_rep": False}
 
 
 def gradients(layout: str) -> None:

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import elementgrad as eg
+from tests.support.meshes import shard_map
 
 
 @jax.jit
@@ -41,6 +44,23 @@ def test_a_step_on_several_devices_is_followed_up_to_its_program(tmp_path):
         eg.watch(mapped, capture=None)(jnp.zeros((1, 3, 2)), jnp.ones((1, 2, 3)))
     assert caught.value.cause is None
     assert "runs as one operation on all devices" in caught.value.clause
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["as it is", "compiled"])
+def test_a_step_that_is_sharded_is_followed_up_to_its_program(wrap):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+
+    def step(state, x):
+        return state - jax.lax.pmean(jnp.log(x).mean(0), "i"), {"mean": jax.lax.pmean(x.mean(), "i")}
+
+    specs = {"in_specs": (P(), P("i")), "out_specs": (P(), P())}
+    watched = eg.watch(wrap(shard_map(step, mesh=mesh, **specs)), capture=None)
+    state, _ = watched(jnp.ones(2), jnp.ones((4, 2)))
+    with pytest.raises(eg.WatchError) as caught:
+        watched(state, jnp.ones((4, 2)).at[3, 1].set(-2.0))
+    assert (caught.value.place, caught.value.cause) == ("output.0[1]", None), str(caught.value)
+    assert "inside of shard_map, which runs as one operation on all devices" in caught.value.clause
+    assert caught.value.where.startswith("test_watch_jax.py:")
 
 
 def test_a_pytree_of_parameters_is_no_step():

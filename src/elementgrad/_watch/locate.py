@@ -128,7 +128,7 @@ class _Search:
         finding = why_nonfinite(path, Evidence(flags=lambda: {first: finite_flags(first, self._numbers)}, finite=False))
         finding.evidence = self._inputs_at(first, result)
         report = self._report(finding, path, place, number)
-        if report.cause == "overflow" and not MAPPED.isdisjoint(first.inner):
+        if report.cause in ("overflow", "singular") and not MAPPED.isdisjoint([first.op_type, *first.inner]):
             clause = f"it comes from inside of {first.operation}, which runs as one operation on all devices"
             return replace(report, cause=None, clause=clause, fix=None)
         return replace(report, clause=NO_VALUE.format(first.operation)) if report.cause == "singular" else report

@@ -87,7 +87,7 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     stack = current_name_stack() + equation.source_info.name_stack
     with user_context(equation.source_info.traceback, name_stack=stack), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *operands, **parameters)
-    return results if equation.primitive.multiple_results else [results]
+    return list(results) if equation.primitive.multiple_results else [results]
 
 
 def bind_cached(equation: Any, operands: list[Any]) -> Sequence[Any]:

@@ -191,17 +191,11 @@ class JaxOpRecorder(core.Trace):
     def _run_custom(
         self, process: str, primitive: Any, functions: Sequence[Any], tracers: Sequence[Any], params: Any
     ) -> Any:
-        """Run a function with a derivative of its own: staged first, since it can be called only once."""
-
-        def stage(*xs: Any) -> Any:
-            with core.take_current_trace() as trace:
-                return getattr(trace, process)(primitive, *functions, xs, **params)
-
+        """Run a function with a derivative of its own."""
         site = call_site(current().traceback)
         program = None
         try:
-            with core.eval_context():
-                program = jax.make_jaxpr(stage)(*map(value_of, tracers))
+            program, _ = self._stage(process, primitive, functions, tracers, params)
         except jax.errors.JAXTypeError:  # it looks at its values: its operations are recorded, and not its rule
             self.differs = True
         if program is None:
@@ -209,6 +203,28 @@ class JaxOpRecorder(core.Trace):
                 return functions[0].call_wrapped(*tracers)
         with core.eval_context():
             return self._run_program(program, tracers, site, False)
+
+    def process_shard_map(self, primitive: Any, function: Any, tracers: Sequence[Any], /, **params: Any) -> Any:
+        """Run what several devices do, as one operation."""
+        site = call_site(current().traceback)
+        program, staged = self._stage("process_shard_map", primitive, [function], tracers, params)
+        with core.eval_context():
+            results = self._run_program(program, tracers, site, False)
+        return staged.update(results) if hasattr(staged, "update") else results  # a list before JAX 0.10
+
+    def _stage(
+        self, process: str, primitive: Any, functions: Sequence[Any], tracers: Sequence[Any], params: Any
+    ) -> tuple[Any, Any]:
+        """Return the program of functions that can be called only once, and what JAX returned while it was traced."""
+        staged: list[Any] = []
+
+        def stage(*xs: Any) -> list[Any]:
+            with core.take_current_trace() as trace:
+                staged.append(getattr(trace, process)(primitive, *functions, xs, **params))
+            return list(staged[0])
+
+        with core.eval_context():
+            return jax.make_jaxpr(stage)(*map(value_of, tracers)), staged[0]
 
     def _run_program(self, program: Any, operands: Sequence[Any], site: CallSite, users: bool) -> list[Any]:
         """Run a program one operation at a time; those of a function of JAX's own all belong to its call site."""
