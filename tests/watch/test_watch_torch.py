@@ -420,6 +420,45 @@ def test_a_scaler_in_another_thread_hides_nothing():
     assert caught.value.cause == "outside"
 
 
+def test_rules_see_outputs_of_modules_that_return_several():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = torch.nn.LSTM(3, 4), torch.nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    model = Model()
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None, when={"lstm.0": lambda g: g.any()}):
+        model(torch.ones(5, 2, 3)).sum().backward()
+        model(torch.ones(5, 2, 3))
+    assert caught.value.place.startswith("lstm.0[")
+    for name, hint in (("lstm", r"lstm\.0, lstm\.1\.0"), ("lstm.7", "nearest")):
+        with pytest.raises(eg.PlaceError, match=hint), eg.watch(model, capture=None, when={name: lambda g: g.any()}):
+            model(torch.ones(5, 2, 3))
+    with pytest.raises(eg.PlaceError, match="nearest: lstm"):
+        eg.watch(model, when={"lstn.0": lambda g: g.any()})
+
+
+def test_rules_see_every_call_of_a_module():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.fc(self.fc(x))
+
+    model, seen = Model(), []
+    with torch.no_grad():
+        model.fc.weight.fill_(3.0)
+    with eg.watch(model, capture=None, when={"fc": lambda g: bool(seen.append(float(g)))}):
+        model(torch.ones(1, 1)).sum().backward()
+        model(torch.ones(1, 1))
+    assert sorted(seen) == [1.0, 3.0]
+
+
 def test_a_report_in_another_thread_leaves_no_watch_blind():
     running, reporting, returned, reported = [threading.Event() for _ in range(4)]
     found = []

@@ -63,6 +63,10 @@ class TorchWatcher(Watcher):
         self._optimizers = _optimizers(optimizer)
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._options = options
+        self._module_of: dict[str, str] = {}
+        """The paths of the modules that make the activations of rules, by the names of these."""
+        self._returned: set[str] = set()
+        """The names of those that were made."""
         self._rules = {text: self._bind_rule(place, rule) for text, (place, rule) in options.rules.items()}
         self._calls: list[ForwardCall] = []
         """Forwards of this step that a hit may be about, in order."""
@@ -212,9 +216,14 @@ class TorchWatcher(Watcher):
         if not self._inside or self.pauses or self._last is None:
             return
         call = self._last
-        for name, x in pytree.named_leaves(result, path):
+        leaves = dict(pytree.named_leaves(result, path))
+        for name in {name for name, _, _ in self._rules.values() if self._module_of.get(name) == path}:
+            if name not in leaves and name not in self._returned:  # later calls may return less
+                raise PlaceError(f"no tensor is named {name!r} in what {path} returns; {nearest(name, list(leaves))}")
+            self._returned.add(name)
+            x = leaves.get(name)
             if isinstance(x, Tensor) and x.requires_grad:
-                call.handles.extend(map(x.register_hook, [partial(call.activations.__setitem__, name)]))
+                call.handles.extend(map(x.register_hook, [call.activations.setdefault(name, []).append]))
 
     def _see_loss(self, module: Any, args: Any, kwargs: Any) -> None:
         if not (self._inside or self.pauses) and self._last is not None:
@@ -427,7 +436,7 @@ class TorchWatcher(Watcher):
 
     def _judge_rules(self) -> None:
         for text, (name, place, rule) in self._rules.items():
-            seen = [(call, call.activations.pop(name)) for call in self._calls if name in call.activations]
+            seen = [(call, g) for call in self._calls for g in call.activations.pop(name, ())]
             p = self._parameters.get(name)
             calls = [call for call in self._calls if call.task is not None]
             if p is not None and p.grad is not None and calls:
@@ -446,7 +455,7 @@ class TorchWatcher(Watcher):
                     place=element,
                     value=value,
                     where=self._line_of(call, name),
-                    module=name.rpartition(".")[0] if p is not None else name,
+                    module=self._module_of.get(name, name.rpartition(".")[0]),
                 )
                 self._stop(hit)
 
@@ -548,13 +557,17 @@ class TorchWatcher(Watcher):
         p = self._parameters.get(name)
         if p is not None:
             place.select(tuple(p.shape))
-        elif not any(path == name for path, _ in names.modules() if path):
+            return name, place, rule
+        # An output of a module that returns several is named by its place in them, as `lstm.0` is.
+        paths = [path for path in names.layers() if name == path or name.startswith(f"{path}.")]
+        if not paths:
             known = [*self._parameters, *names.layers()]
             raise PlaceError(f"no tensor is named {name!r}; {nearest(name, known)}")
+        self._module_of[name] = max(paths, key=len)
         return name, place, rule
 
     def _activations(self) -> Iterator[tuple[str, Module]]:
-        wanted = {name for name, _, _ in self._rules.values() if name not in self._parameters}
+        wanted = set(self._module_of.values())
         return ((path, module) for path, module in TorchModel(self._state.root).modules() if path in wanted)
 
 

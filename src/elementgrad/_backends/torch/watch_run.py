@@ -84,8 +84,8 @@ class ForwardCall:
         self.task: int | None = None
         """The backward in which gradients arrived."""
         self.handles: list[Any] = []
-        self.activations: dict[str, Tensor] = {}
-        """Gradients of activations that rules are about."""
+        self.activations: dict[str, list[Tensor]] = {}
+        """Gradients of activations that rules are about: a module that is called several times has several."""
         self.loss_arguments: Arguments | None = None
         self.loss_where: str | None = None
 
