@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elementgrad as eg
 from elementgrad import _cleanup as cleanup
+from elementgrad._backends import reachable_state
 from elementgrad._backends.torch.isolate import _flags, _set_flags, ambient_state, enter_mode, snapshot_ambient_state
 from elementgrad._cleanup import call_atomically, defer, scope, with_cleanup
 from tests.support import user_jax, user_keras, user_torch
@@ -65,6 +66,23 @@ def test_an_interrupt_inside_settings_of_jax_leaves_none_to_the_thread():
     for stop in stops:
         interrupted(lambda: call(model), stop, source)
         assert user_jax.surroundings() == around, spelled(stop)
+
+
+def test_an_interrupted_recording_leaves_no_tensors_without_numbers_in_caches():
+    cache, weight, x = {"scale": 2.0}, torch.ones(1, 1, 3, 3), torch.ones(1, 1, 8, 8)
+
+    def f(x):
+        x = torch.conv2d(x, weight, padding=1)
+        return x * cache.setdefault("mask", x * 0 + cache["scale"])
+
+    source = reachable_state.__file__
+    every = points(lambda: eg.grad(f, x, of="output[0, 0, 4, 4]", cone=True), source)
+    assert len(every) > 50
+    for stop in every:
+        cache.pop("mask", None)
+        interrupted(lambda: eg.grad(f, x, of="output[0, 0, 4, 4]", cone=True), stop, source)
+        assert cache["scale"] == 2.0, spelled(stop)
+        assert type(cache.get("mask", x)) is torch.Tensor, spelled(stop)
 
 
 @trains

@@ -35,6 +35,8 @@ class ReachableState:
     """The containers, variables and caches that a function and its arguments can reach."""
 
     def __init__(self, *roots: Any):
+        self.held_recorded = False
+        """True once something was restored, as it held a recorded tensor."""
         self._seen: dict[int, Any] = {}
         self._saved: list[_Saved] = []
         self._package = _package_of(roots[0])
@@ -45,13 +47,16 @@ class ReachableState:
                 self._seen[id(x)] = x  # an id is only its own while the object lives
                 ahead.extend(self._look_into(x))  # `+=` leaves it to a wrapped tuple, such as Keras makes, which fails
 
-    def restore(self, is_recorded: IsRecorded) -> bool:
-        """Restore all that holds a recorded tensor; return True if something did."""
-        restored = [saved.restore(is_recorded) for saved in self._saved]  # all of them, also behind the first
-        return any(restored)
+    def restore(self, is_recorded: IsRecorded) -> None:
+        """Restore all that holds a recorded tensor. It may be interrupted, and called again."""
+        for saved in self._saved:
+            if saved.restore(is_recorded):
+                self.held_recorded = True
 
     def _look_into(self, x: Any) -> Iterable[Any]:
         """Save an object that can be changed, and return the objects that it holds."""
+        if isinstance(x, (dict, list, deque, set, tuple, frozenset)) and len(x) > MAX_OBJECTS:
+            return ()  # data, and no cache; to copy it on every read would take longer than the read
         if isinstance(x, (dict, list, deque, set)):
             self._saved.append(_SavedContainer(x))
             return list(x.values()) if isinstance(x, dict) else list(x)
@@ -160,6 +165,9 @@ def _holds_recorded(x: Any, is_recorded: IsRecorded, depth: int = MAX_DEPTH) -> 
 class _Saved:
     """Something that can be changed, as it was."""
 
+    _undoing = False
+    """True from the first undo on, which an interrupt may have left half done."""
+
     def changes(self) -> Iterable[Any]:
         """Return the values that it did not hold before."""
         raise NotImplementedError
@@ -168,10 +176,10 @@ class _Saved:
         raise NotImplementedError
 
     def restore(self, is_recorded: IsRecorded) -> bool:
-        found = any(_holds_recorded(x, is_recorded) for x in self.changes())
-        if found:
+        self._undoing = self._undoing or any(_holds_recorded(x, is_recorded) for x in self.changes())
+        if self._undoing:
             self.undo()
-        return found
+        return self._undoing
 
 
 class _SavedContainer(_Saved):
@@ -187,9 +195,14 @@ class _SavedContainer(_Saved):
         return [value for value in list(now) if id(value) not in known]
 
     def undo(self) -> None:
-        self._container.clear()
-        add = self._container.extend if isinstance(self._container, (list, deque)) else self._container.update
-        add(self._before)
+        now, before = self._container, self._before
+        if isinstance(now, dict):  # item by item, as it may be the attributes of an object that other threads use
+            for key in [key for key in now if key not in before]:
+                del now[key]
+            now.update({key: x for key, x in before.items() if now.get(key, MISSING) is not x})
+            return
+        now.clear()
+        (now.update if isinstance(now, set) else now.extend)(before)
 
 
 class _SavedGlobals(_Saved):

@@ -15,6 +15,7 @@ import numpy as np
 from elementgrad._backends.autodiff import Linearization, UnsupportedError, reason
 from elementgrad._backends.base import Backend
 from elementgrad._backends.reachable_state import ReachableState
+from elementgrad._cleanup import defer, scope
 from elementgrad._cone import cost
 from elementgrad._cone.backend import RecordedProgram
 from elementgrad._cone.boxes import Box, around, sizes, volume, whole
@@ -68,17 +69,16 @@ def record(
             return None
         limit = cost.most_ops(count_elements(call), implementation.op_seconds)
     state = ReachableState(call.function, call.arguments)
-    keeps_recorded = False
     try:
-        program = implementation.record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
+        with scope():
+            defer(state.restore, implementation.is_recorded)
+            program = implementation.record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
     except NoConeError as error:
         if memory is None:
             raise _refuse(str(error)) from error
         memory.note()
         return None
-    finally:
-        keeps_recorded = state.restore(implementation.is_recorded)
-    if keeps_recorded and memory is not None:
+    if state.held_recorded and memory is not None:
         # It keeps a tensor that it computed, so it has to be run. The next time it may only look that tensor up.
         if not cost.may_repeat(program, program.outputs[0]):
             memory.note()

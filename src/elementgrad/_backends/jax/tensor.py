@@ -22,7 +22,7 @@ from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.compile_cache import can_compile
 from elementgrad._backends.jax.names import JaxNames
 from elementgrad._backends.reachable_state import ReachableState
-from elementgrad._cleanup import safe_context
+from elementgrad._cleanup import defer, safe_context, scope
 from elementgrad._place.edit import EditBackend
 from elementgrad._place.selection import Selection
 
@@ -146,10 +146,9 @@ class JaxBackend(Backend):
         if not can_compile(inputs):  # the tensors of an enclosing transformation are the user's
             return JaxLinearization.of(run, inputs)
         state = ReachableState(run.function)
-        try:
+        with scope():
+            defer(state.restore, lambda x: isinstance(x, jax.core.Tracer))
             return JaxLinearization.of(run, inputs)
-        finally:
-            state.restore(lambda x: isinstance(x, jax.core.Tracer))
 
     def itemsize(self, x: Array) -> int:
         return x.dtype.itemsize
