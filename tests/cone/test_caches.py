@@ -3,7 +3,7 @@
 from collections import deque
 from functools import lru_cache
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import pytest
@@ -173,6 +173,14 @@ def test_what_is_cached_has_numbers_in_the_next_call(fw, make, cone):
     assert found[2] == pytest.approx(3 * numbers[3, 4] ** 2 + 1)  # computed by this call, and differentiated
     assert not found[[0, 1, 3]].any()
     np.testing.assert_allclose(fw.numpy(f(x)), numbers * (numbers**2 + 1))
+
+
+def test_a_weak_proxy_of_an_object_that_is_gone_does_no_harm(fw):
+    model = Model(lambda x: x * x)
+    model.parent = proxy(Holder())
+    numbers = np.linspace(-1, 1, 120_000).reshape(300, 400)
+    gradient = eg.grad(model, fw.tensor(numbers), of="output[3, 4]", wrt="x[3, 4]")
+    assert float(gradient) == pytest.approx(3 * numbers[3, 4] ** 2)
 
 
 def test_results_of_an_lru_cache_have_numbers_in_the_next_call(fw):

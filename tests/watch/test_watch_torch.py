@@ -420,6 +420,51 @@ def test_a_scaler_in_another_thread_hides_nothing():
     assert caught.value.cause == "outside"
 
 
+def test_a_report_in_another_thread_leaves_no_watch_blind():
+    running, reporting, returned, reported = [threading.Event() for _ in range(4)]
+    found = []
+
+    class Reported(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 2:  # that of the report
+                reporting.set()
+                returned.wait(20)
+            return super().forward(x)
+
+    class Running(torch.nn.Linear):
+        def forward(self, x):
+            if not running.is_set():
+                running.set()
+                reporting.wait(20)
+            return super().forward(x)
+
+    def train():
+        model = Running(2, 1)
+        try:
+            with eg.watch(model, capture=None):
+                model(torch.ones(1, 2))  # returns while the report is made
+                returned.set()
+                reported.wait(20)
+                model(torch.tensor([[1.0, float("nan")]]))
+        except eg.WatchError as error:
+            found.append(error.place)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    model = Reported(2, 1)
+    with pytest.raises(eg.WatchError), eg.watch(model, capture=None):
+        running.wait(20)
+        model(torch.full((1, 2), float("inf")))
+    reported.set()
+    thread.join()
+    assert model.calls > 1
+    assert returned.is_set()
+    assert found == ["x[0, 1]"]
+
+
 def test_outputs_of_one_element_and_keys_with_dots_are_captured(capture):
     class Model(torch.nn.Module):
         def __init__(self):

@@ -16,13 +16,16 @@ from functools import cache, partial
 from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import CallableProxyType, ProxyType, WeakKeyDictionary, WeakValueDictionary
 
 MAX_OBJECTS = 20_000
 """The most objects that are searched; of a function that reaches more, the rest is left out."""
 MAX_DEPTH = 4
 """The levels of nested containers that are searched for recorded tensors."""
-ATOMS = (str, bytes, int, float, complex, type(None), ModuleType, CodeType, range, slice)
+ATOMS = (
+    *(str, bytes, int, float, complex, type(None), ModuleType, CodeType, range, slice),
+    *(ProxyType, CallableProxyType),  # of an object that others hold; any look at a dead one is an error
+)
 HOLDERS = (SimpleNamespace, threading.local, WeakKeyDictionary, WeakValueDictionary, UserDict, UserList, ChainMap)
 """Objects of Python's own library that hold what the user puts into them."""
 MISSING = object()
@@ -43,7 +46,7 @@ class ReachableState:
         ahead = list(roots)
         while ahead and len(self._seen) < MAX_OBJECTS:
             x = ahead.pop()
-            if id(x) not in self._seen and not isinstance(x, ATOMS) and not _is_array(x):
+            if id(x) not in self._seen and not _is_atom(x) and not _is_array(x):
                 self._seen[id(x)] = x  # an id is only its own while the object lives
                 ahead.extend(self._look_into(x))  # `+=` leaves it to a wrapped tuple, such as Keras makes, which fails
 
@@ -111,6 +114,10 @@ def _package_of(function: Any) -> str | None:
     return None if package in FRAMEWORKS or _is_of_python(package) else package
 
 
+def _is_atom(x: Any) -> bool:
+    return issubclass(type(x), ATOMS)
+
+
 def _is_array(x: Any) -> bool:
     kind = type(x)
     return hasattr(kind, "shape") and hasattr(kind, "dtype")
@@ -148,9 +155,11 @@ def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
 
 
 def _holds_recorded(x: Any, is_recorded: IsRecorded, depth: int = MAX_DEPTH) -> bool:
+    if _is_atom(x):
+        return False
     if is_recorded(x):
         return True
-    if isinstance(x, ATOMS) or not depth:
+    if not depth:
         return False
     inside: Any = ()
     if isinstance(x, dict):
@@ -197,8 +206,8 @@ class _SavedContainer(_Saved):
     def undo(self) -> None:
         now, before = self._container, self._before
         if isinstance(now, dict):  # item by item, as it may be the attributes of an object that other threads use
-            for key in [key for key in now if key not in before]:
-                del now[key]
+            for key in [key for key in list(now) if key not in before]:
+                now.pop(key, None)
             now.update({key: x for key, x in before.items() if now.get(key, MISSING) is not x})
             return
         now.clear()

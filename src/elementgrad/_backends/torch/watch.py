@@ -73,8 +73,10 @@ class TorchWatcher(Watcher):
         """The number of steps that optimizers took."""
         self._micro_batch = 0
         self._thread = threading.get_ident()
-        self.inside = False
-        """True while the model runs, also if it runs for a report: calls are not looked at then."""
+        self._inside = False
+        """True while the model runs: calls of it in there are not looked at."""
+        self.pauses: tuple[object, ...] = ()
+        """One mark for each report that is being made, in whichever thread: nothing is looked at meanwhile."""
         self._scaled: set[Any] = set()
         """The optimizers whose gradients a GradScaler may have scaled; None stands for all if none was given."""
         self._unscaled: set[Any] = set()
@@ -142,16 +144,18 @@ class TorchWatcher(Watcher):
     # What happens in the loop
 
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.inside or self._stopped or threading.get_ident() != self._thread or torch.compiler.is_compiling():
+        if self._inside or self.pauses or self._stopped:
+            return original(*args, **kwargs)
+        if threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         self._look()
         self._read_later()
         call = self._begin(args, kwargs)
         try:
-            self.inside = True
+            self._inside = True
             result = original(*args, **kwargs)
         finally:
-            self.inside = False
+            self._inside = False
         self._see_outputs(call, result)
         return result
 
@@ -205,7 +209,7 @@ class TorchWatcher(Watcher):
         self._unseen = True
 
     def _see_activation(self, path: str, module: Module, args: Any, result: Any) -> None:
-        if not self.inside or self._last is None:
+        if not self._inside or self.pauses or self._last is None:
             return
         call = self._last
         for name, x in pytree.named_leaves(result, path):
@@ -213,7 +217,7 @@ class TorchWatcher(Watcher):
                 call.handles.extend(map(x.register_hook, [partial(call.activations.__setitem__, name)]))
 
     def _see_loss(self, module: Any, args: Any, kwargs: Any) -> None:
-        if not self.inside and self._last is not None:
+        if not (self._inside or self.pauses) and self._last is not None:
             self._last.see_loss(args, kwargs)
 
     def call_loss(self, *args: Any, **kwargs: Any) -> Any:

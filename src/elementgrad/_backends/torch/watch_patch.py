@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elementgrad._backends.torch import _compat
-from elementgrad._cleanup import AttributePatch, Replace, assign
+from elementgrad._cleanup import AttributePatch, Replace, push
 
 if TYPE_CHECKING:
     from elementgrad._backends.torch.watch import TorchWatcher
@@ -19,8 +19,9 @@ watchers: "list[TorchWatcher]" = []
 
 def pause() -> None:
     """Have no watcher look at calls until the innermost open scope is left: the model runs for a report."""
-    for watcher in watchers:
-        assign(watcher, "inside", True)
+    mark = object()  # one of its own, as blocks of other threads may pause the same watchers
+    for watcher in list(watchers):
+        push(watcher, "pauses", mark)
 
 
 def _install(replace: Replace) -> None:

@@ -122,12 +122,12 @@ class CompiledParts:
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return a compiled part, made now if there is none."""
-        if key not in self._parts:
-            self._parts[key] = make()
-            while len(self._parts) > MOST_COMPILED:
-                self._parts.popitem(last=False)
-        self._parts.move_to_end(key)
-        return self._parts[key]
+        # Other threads use and drop parts too, so that one is looked up once, and kept by its own reference.
+        part = self._parts.pop(key, None) or make()
+        self._parts[key] = part
+        while len(self._parts) > MOST_COMPILED:
+            self._parts.popitem(last=False)
+        return part
 
     @property
     def is_compiled(self) -> bool:
