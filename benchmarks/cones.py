@@ -1,6 +1,7 @@
 """What one element costs by its cone, against the best plain way: forward to the layer, backward to the input."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -17,6 +18,10 @@ FIRST_OF_GRAPH, OTHER_OF_GRAPH = 1, 1 / 50
 """The same for TensorFlow, where the first element waits for the graph to be traced."""
 MIXING = 1.25
 """The bound where a cone does not pay, and the recording is dropped."""
+UNRECORDED = 1.05
+"""The bound for small inputs, of which nothing is recorded."""
+GROWTH = 2.0
+"""The bound on the cost of a block of pixels of a picture of 1024 pixels beside that of 224."""
 
 
 def _torch_pair(
@@ -85,6 +90,93 @@ def torch_rows() -> Iterator[Row]:
         return torch.autograd.grad(mixer(leaf)[3, 4], leaf)[0]
 
     yield agree(Row("torch an element that depends on all", mixed, by_hand, "forward and backward", MIXING))
+    yield from _blocks_of_pixels()
+    yield from _small_inputs()
+    yield from _mixing_models()
+
+
+def _blocks_of_pixels() -> Iterator[Row]:
+    """Yield rows for a block that has the same numbers in a small picture and in a large one that contains it."""
+    import torch
+
+    model, large = _six_convolutions(), torch.randn(1, 3, LARGE, LARGE)
+    small, of = large[..., :224, :224].contiguous(), eg.at("output")[0, 3, 112, 112]
+    wrt = eg.at("input")[0, :, 100:124, 100:124]
+    peer = "the same, 224 pixels"
+    name = f"torch a block of pixels, {LARGE} pixels"
+
+    def gradient(x: Any) -> Any:
+        return eg.grad(model, x, of=of, wrt=wrt)
+
+    yield agree(Row(name, lambda: gradient(large), lambda: gradient(small), peer, GROWTH))
+    jacobians = [eg.jacobian(model, x, wrt="input", cone=True) for x in (large, small)]
+    ours, plain = (
+        lambda jacobian=jacobian: jacobian[of.index, (0, slice(None), slice(100, 124), slice(100, 124))]
+        for jacobian in jacobians
+    )
+    yield agree(Row(f"{name}, another element", ours, plain, peer, GROWTH))
+
+
+def _small_inputs() -> Iterator[Row]:
+    """Yield rows for inputs that are too small to be recorded, against reads that never record."""
+    import torch
+    from torch import nn
+
+    perceptron = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    models = {
+        "a digit, 64 numbers": (perceptron, torch.randn(1, 64), "output[0, 3]"),
+        "six convolutions, 64 pixels": (_six_convolutions(), torch.randn(1, 3, 64, 64), "output[0, 3, 32, 32]"),
+    }
+    for name, (model, x, of) in models.items():
+
+        def read(cone: bool | None, model: Any = model, x: Any = x, of: str = of) -> Any:
+            return eg.grad(model, x, of=of, cone=cone)
+
+        yield agree(Row(f"torch {name}", partial(read, None), partial(read, False), "cone=False", UNRECORDED))
+
+
+def _mixing_models() -> Iterator[Row]:
+    """Yield rows for models whose every element depends on all pixels, so that cones do not pay."""
+    import torch
+    from torch import nn
+
+    class ViT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, 192, 16, stride=16)
+            self.position = nn.Parameter(torch.randn(1, 196, 192) * 0.02)
+            layers = [nn.TransformerEncoderLayer(192, 3, 768, 0.0, "gelu", batch_first=True) for _ in range(6)]
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: Any) -> Any:
+            return self.layers(self.patches(x).flatten(2).mT + self.position)
+
+    class SqueezeExcite(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(4, width)
+            self.gate = nn.Sequential(nn.Linear(width, width // 4), nn.ReLU(), nn.Linear(width // 4, width))
+
+        def forward(self, x: Any) -> Any:
+            y = torch.relu(self.norm(self.conv(x)))
+            return x + y * torch.sigmoid(self.gate(y.mean((2, 3))))[..., None, None]
+
+    blocks = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *[SqueezeExcite(16) for _ in range(4)])
+    image = torch.randn(1, 3, 224, 224)
+    models = {
+        "ViT of 6 layers, 224 pixels": (ViT().eval(), (0, 70, 5)),
+        "GroupNorm and squeeze-and-excite, 224 pixels": (blocks, (0, 3, 112, 112)),
+    }
+    for name, (model, place) in models.items():
+
+        def ours(model: Any = model, place: Any = place) -> Any:
+            return eg.grad(model, image, of=eg.at("output")[place])
+
+        def whole(model: Any = model, place: Any = place) -> Any:
+            leaf = image.detach().requires_grad_()
+            return torch.autograd.grad(model(leaf)[place], leaf)[0]
+
+        yield agree(Row(f"torch {name}", ours, whole, "forward and backward", MIXING))
 
 
 def torch_model_rows() -> Iterator[Row]:

@@ -501,6 +501,33 @@ def test_a_compiled_model_runs_eagerly_and_a_note_says_so():
     assert "ran eagerly" in str(audit.notes[0])
 
 
+@pytest.mark.parametrize("on", ["parameter", "activation"])
+def test_a_hook_that_makes_a_gradient_infinite_is_the_cause(on):
+    model = Net()
+    if on == "parameter":
+        model.trunk[0].weight.register_hook(lambda g: g * float("nan"))
+    else:
+        model.trunk[0].register_forward_hook(lambda _, __, h: (h.register_hook(lambda g: g * float("inf")), h)[1])
+    (finding,) = eg.audit(model, loss).findings
+    assert (finding.problem, finding.cause) == ("not finite", "hook")
+    assert finding.parameters == TRUNK[: 1 if on == "parameter" else 2]
+
+
+def test_complex_parameters_are_named_in_a_note():
+    model = nn.Linear(6, 2)
+    model.spectrum = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    audit = eg.audit(model, loss)
+    assert (audit.ok, audit.parameters) == (True, ("weight", "bias"))
+    assert "complex parameters are not audited: spectrum" in str(audit)
+
+    jax = pytest.importorskip("jax")
+    params = {"w": jax.numpy.ones(3), "z": jax.numpy.ones(3, "complex64"), "key": jax.random.key(0)}
+    audit = eg.audit(params, lambda params: (params["w"] ** 2).sum())
+    assert "complex parameters are not audited: z" in str(audit)
+    with pytest.raises(eg.DtypeError, match="only complex parameters, which are not audited"):
+        eg.audit({"z": params["z"]}, lambda params: abs(params["z"]).sum())
+
+
 def test_a_checkpoint_without_a_tracked_argument_is_a_finding():
     checkpoint = torch.utils.checkpoint.checkpoint
     for reentrant, ok in ((True, False), (False, True)):

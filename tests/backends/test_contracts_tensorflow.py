@@ -332,6 +332,24 @@ def test_keras_marks_symbolic_calls_of_layers():
     assert callable(sys.modules["keras.src.backend"].rnn)
 
 
+def test_keras_clears_the_losses_of_layers_inside_and_changes_nothing_in_a_layer_that_has_none():
+    import keras
+
+    layer = keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    before = {name: id(value) for name, value in vars(layer).items()}
+    with keras.StatelessScope([], collect_losses=True) as stateless:
+        loss = tf.constant(1.0)
+        stateless.add_loss(loss)
+        layer._clear_losses()
+    assert [id(each) for each in stateless.losses] == [id(loss)]
+    assert {name: id(value) for name, value in vars(layer).items()} == before
+    layer.add_loss(loss)
+    assert len(layer._losses) == 1
+    model._clear_losses()
+    assert [layer._losses, layer._loss_ids] == [[], set()]
+
+
 def test_keras_looks_up_the_methods_of_a_layer_in_its_class():
     import keras
 

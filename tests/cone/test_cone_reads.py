@@ -59,6 +59,15 @@ def test_a_jacobian_with_cones_reads_as_any_other():
     torch.testing.assert_close(J @ v, K @ v)
 
 
+@pytest.mark.parametrize("cone", [True, None])
+def test_a_function_that_fails_raises_its_own_error(fw, cone):
+    x = fw.tensor(np.zeros((300, 400)))
+    f = lambda x: x * unknown_factor  # noqa: E731, F821
+    for read in (eg.grad, eg.value):
+        with pytest.raises(NameError, match="unknown_factor"):
+            read(f, x, of="output[3, 4]", cone=cone)
+
+
 class Options:
     """Answers for every attribute, and for unknown ones with an error of its own."""
 

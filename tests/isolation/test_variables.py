@@ -74,6 +74,36 @@ def test_layers_of_keras_keep_their_statistics_and_seeds():
         assert [variable.numpy().tolist() for layer in layers for variable in layer.variables] == held
 
 
+class Penalized(keras.layers.Layer):
+    """A layer with another inside; both have losses, and so has the layer that holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(2, activity_regularizer="l2", dtype="float64")
+        self.plain = keras.layers.Dense(2, dtype="float64")
+
+    def call(self, x):
+        y = self.plain(self.inner(x))
+        self.add_loss(tf.reduce_sum(y))
+        return y
+
+
+def test_losses_of_the_last_call_of_layers_stay_what_they_were():
+    model = keras.Sequential([Penalized(), keras.layers.Dense(1, dtype="float64")])
+    x = TENSORFLOW.tensor(X)
+    model(x)
+    model.layers[1].add_loss(tf.constant(4.0))  # of a layer behind the one that is read
+    held = [*model.losses]
+    assert len(held) == 3
+    for read in (
+        lambda: eg.grad(model, 2 * x, of=f"{model.layers[0].name}[0, 0]"),
+        lambda: eg.grad(model, 2 * x, of="output[0, 0]"),
+        lambda: eg.jacobian(model, 2 * x).dense(),
+    ):
+        read()
+        assert [id(loss) for loss in model.losses] == [id(loss) for loss in held]
+
+
 @pytest.mark.parametrize("draw", ["normal", "make_seeds", "split", "skip"])
 def test_generators_of_tensorflow_stay_where_they_were(draw):
     generator = tf.random.Generator.from_seed(1)

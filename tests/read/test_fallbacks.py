@@ -258,3 +258,37 @@ def test_threads_take_turns_in_forward_sweeps_of_pytorch():
     slopes = (1 - torch.tanh(x[1]) ** 2).expand(8), 2 * x * torch.cos(x**2), 2 * x
     expected = [slopes[number % 3][number % 8] for number in range(96)]
     torch.testing.assert_close(torch.stack(found), torch.stack(expected))
+
+
+def test_a_gradient_of_one_element_frees_the_graph_of_its_own_evaluation():
+    kept = []
+
+    def f(x):
+        kept.append(x.exp())
+        return kept[-1] * 2
+
+    eg.grad(f, torch.ones(3), of="output[1]")
+    with pytest.raises(RuntimeError, match="freed"):
+        kept[-1].grad_fn._saved_result  # noqa: B018
+
+
+def test_graphs_around_a_function_outlive_the_read_of_an_element():
+    w = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
+    doubled = (2 * w).exp()
+    x = torch.ones(3)
+    first = eg.grad(lambda x: (doubled * x.exp()).tanh().cumsum(0), x, of="output[1]")
+    second = eg.grad(lambda w: doubled * w.exp(), w, of="output[1]")
+    torch.testing.assert_close(second, (doubled * w.exp() * torch.tensor([0, 1.0, 0])).detach())
+    z = torch.ones(3, requires_grad=True)
+    output = (doubled.detach() * z.exp()).tanh().cumsum(0)[1]
+    torch.testing.assert_close(first, torch.autograd.grad(output, z)[0])
+    doubled.sum().backward()
+    torch.testing.assert_close(w.grad, 2 * doubled.detach())
+
+
+def test_several_elements_share_an_evaluation():
+    x = torch.tensor([0.5, 1.0, 2.0])
+    both = eg.grad(lambda x: x.exp().tanh(), x, of={"a": "output[0]", "b": "output[2]"})
+    slope = x.exp() / x.exp().cosh() ** 2
+    torch.testing.assert_close(both["a"], slope * torch.tensor([1.0, 0, 0]))
+    torch.testing.assert_close(both["b"], slope * torch.tensor([0, 0, 1.0]))

@@ -14,7 +14,7 @@ from elementgrad._cli import main
 from elementgrad._cli.output import silence_stdout, tolerant_streams
 from elementgrad._tour.data import WORDS, load_digits
 from elementgrad._tour.render import Terminal, explore_command
-from elementgrad._tour.runner import QUESTIONS, CellResult, read_cells
+from elementgrad._tour.runner import QUESTIONS, Answer, CellResult, Question, check_same, read_cells
 from tests.slow.test_report_browser import CHROMIUM, WIDTHS
 from tests.support.tour_answers import FOUNDING, MISLED, RAISED
 
@@ -99,6 +99,13 @@ def assert_reads(framework, answers):
     if framework != "tensorflow":  # where the usual answer sums over the feature map
         assert next(iter(usual.values.values())) == ours.values["number"]
     assert ours.values.get("untouched", "True") == "True"
+    usual, ours = answers["photo"]
+    _, *expected = usual.values.values()  # the times differ
+    _, *given, field = ours.values.values()
+    assert len(expected) == 2
+    for left, right in zip(expected, given, strict=True):
+        np.testing.assert_allclose(*(np.array(text.strip("[]").split(","), float) for text in (right, left)), rtol=2e-3)
+    assert "194:207, 294:307" in field
     sizes = [float(size) for size in answers["words"][1].values["sizes"].strip("[]").split(", ")]
     assert len(sizes) == 5
     assert min(sizes) > 0
@@ -185,6 +192,25 @@ def test_every_cell_of_a_script_belongs_to_a_question(framework):
     cells = read_cells(framework)
     assert {"setup", "net", "reader", *keys} <= set(cells)
     assert set(cells) <= {"setup", "net", "reader", *keys, *usual}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ([1.0, 2.001], "wrong by 0.001"),
+        ([1.0, np.nan], "wrong by nan"),
+        ([[1.0, 2.0]], r"has shape \(1, 2\)"),
+    ],
+)
+def test_the_tour_fails_where_both_answers_should_be_the_same_and_differ(given, problem):
+    question = Question("photo", "How?", same="gradient")
+    usual = CellResult("", "", names={"gradient": np.array([1.0, 2.0])})
+    check_same(Answer(1, question, CellResult("", "", names={"gradient": np.array([1.000001, 2.0])}), usual))
+    ours = CellResult("", "", names={"gradient": np.array(given)})
+    with pytest.raises(AssertionError, match=problem):
+        check_same(Answer(1, question, ours, usual))
+    with pytest.raises(AssertionError, match="no usual answer"):
+        check_same(Answer(1, question, ours, CellResult("", "", error="ValueError: no")))
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib", "jinja2", "safetensors"])

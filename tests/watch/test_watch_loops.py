@@ -97,3 +97,42 @@ def test_a_loss_that_raises_does_not_keep_the_model_from_being_followed():
 def test_what_is_no_path_and_no_step_is_said():
     with pytest.raises(eg.OptionError, match=r"3 is not a path; give the name of a file, such as 'nan\.capture'"):
         eg.watch(net()).replay(3)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
+def test_each_gradient_of_a_closure_is_looked_at_where_no_call_of_the_model_is_seen(optimizer):
+    model = net()
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    steps = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model[2](model[0](torch.ones(2, 4))).square().mean()
+        loss = loss * float("nan") if len(steps) == 2 else loss
+        loss.backward()
+        return loss
+
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=None):
+        for step in range(4):
+            steps.append(step)
+            optimizer.step(closure)
+    error = caught.value
+    assert (error.step, error.place, error.cause) == (1, "0.weight[0, 0]", "unseen"), str(error)
+    assert str(error).startswith("step 1: the gradient of 0.weight[0, 0] is nan")
+    assert "no call of the model was seen" in str(error)
+
+
+def test_a_gradient_that_a_hook_of_the_optimizer_spoils_is_not_said_to_be_finite():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def spoil(*_):
+        model[2].bias.grad[1] = float("nan")
+
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=None):
+        optimizer.register_step_pre_hook(spoil)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    error = caught.value
+    assert (error.place, error.cause) == ("2.bias[1]", "unseen"), str(error)
+    assert "after it was looked at, as by a hook of the optimizer" in str(error)

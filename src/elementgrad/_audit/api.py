@@ -81,8 +81,14 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     parts = {each.name: [*_ancestors(each.name), each.name] for each in parameters}
     known = list(dict.fromkeys([part for each in parts.values() for part in each]))
     fitting, unknown = _match(except_, known, named)
+    named_complex = [name for name, kind, x in named.named_tensors() if kind == "parameter" and backend.kind(x) == "c"]
+    if named_complex and not parameters:
+        raise DtypeError("the model has only complex parameters, which are not audited; look at them with eg.grad")
     trained, frozen, excepted = _sort(parameters, {name for name in parts if not fitting.isdisjoint(parts[name])})
     remarks = [Finding("remark", (), reason=text) for text in audited.remarks(named)]
+    if named_complex:
+        text = f"complex parameters are not audited: {listed(named_complex)}"
+        remarks.append(Finding("remark", (), reason=text))
     is_step = _takes_nothing(loss)
     if is_step:
         sweep = audited.summarize_step(named, trained, loss)

@@ -111,6 +111,8 @@ class Linearization(ABC):
         """
         return None
 
+    once = False
+    """True if one element is read and then nothing else, so that the sweep may free what the evaluation holds."""
     narrows = False
     """True if `narrow` may find a shorter way."""
 

@@ -195,7 +195,10 @@ def why_nonfinite(path: DataPath, evidence: Evidence) -> CauseFinding:
     tangents = evidence.tangents() if len(suspects) > 1 else None
     if tangents is not None:
         suspects = [op for op in suspects if op in tangents.sizes] or suspects
+    hooks = [hint for hint in path.graph.hints if hint.cause == "hook"] if evidence.finite else []
     if not suspects:
+        if hooks:
+            return CauseFinding.of_hint(hooks[0])
         return CauseFinding(None, None, ["no recorded operation is the first that is not finite"])
     suspects.sort(key=lambda op: op.operation in SINGULAR)  # zero times infinity comes from what made infinity
     op = suspects[-1]
@@ -208,6 +211,8 @@ def why_nonfinite(path: DataPath, evidence: Evidence) -> CauseFinding:
         return CauseFinding(cause, op, ["the gradient that arrives there is zero, and zero times infinity is NaN"])
     singular = op.operation in SINGULAR and not evidence.overflows(op)
     known = op.operation in SINGULAR or op.operation in CAUSE_BY_OPERATION
+    if not known and hooks:
+        return CauseFinding.of_hint(hooks[0])
     seen = f"the gradient is {sizes.at_outputs:.3g} at its output and {sizes.at_inputs} at its input"
     return CauseFinding("singular" if singular else "overflow" if known else None, op, [seen])
 

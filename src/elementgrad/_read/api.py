@@ -210,6 +210,7 @@ def grad(
 
     def read(cone: bool | None) -> Tree:
         evaluation = _evaluate(f, args, kwargs, of, wrt, options, cone=cone, copy_values=False)
+        evaluation.linear.once = not create_graph and len(pytree.leaves_of(evaluation.of)) == 1
         return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
     with suppress(NoConeError):

@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CodeType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -68,15 +68,18 @@ def record(
         if memory.was_in_vain():
             return None
         limit = cost.most_ops(count_elements(call), implementation.op_seconds)
-    state = ReachableState(call.function, call.arguments)
+    state, refusal = ReachableState(call.function, call.arguments), None
     try:
         with scope():
             defer(state.restore, implementation.is_recorded)
             program = implementation.record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
     except NoConeError as error:
+        refusal = error
+    if refusal is not None:
         if memory is None:
-            raise _refuse(str(error)) from error
-        memory.note()
+            _raise_refusal(refusal, call, outputs)
+        else:
+            memory.note()
         return None
     if state.held_recorded and memory is not None:
         # It keeps a tensor that it computed, so it has to be run. The next time it may only look that tensor up.
@@ -84,6 +87,14 @@ def record(
             memory.note()
         return None
     return ConeLinearization(backend, program, memory)
+
+
+def _raise_refusal(refusal: NoConeError, call: BoundCall, outputs: Sequence[TensorRef]) -> NoReturn:
+    """Raise the error of a required cone; where the function fails by itself, its own error."""
+    if refusal.__cause__ is not None:
+        with call.backend.isolated(call.function):
+            call.run((), (), outputs)
+    raise _refuse(str(refusal)) from refusal
 
 
 def _refuse(why: str) -> FrameworkError:

@@ -30,6 +30,20 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
         return arrays["images"].astype("float32") / 16, arrays["labels"].astype("int32")
 
 
+def make_photo(side: int = 512) -> np.ndarray:
+    """Return a sheet of handwritten digits on sepia paper, of the size and shape of a photograph.
+
+    >>> from elementgrad._tour.data import make_photo
+    >>> photo = make_photo()
+    >>> photo.shape, photo.dtype
+    ((512, 512, 3), dtype('float32'))
+    """
+    images, _ = load_digits()
+    count = side // 8
+    sheet = np.resize(images, (count, count, 8, 8)).swapaxes(1, 2).reshape(side, side, 1)
+    return (1 - sheet) * np.array([0.9, 0.8, 0.6], "float32")
+
+
 def make_sentences(count: int = 512) -> np.ndarray:
     """Return sentences of six tokens, such as "the shy cat sees a dog": a verb is followed by one of four nouns.
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from elementgrad.errors import FrameworkError
 
 FRAMEWORK_NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
@@ -33,6 +35,8 @@ class Question:
     picture: str | None = None
     """Arguments of `eg.plot`, as text, in the names of our answer."""
     caption: str = ""
+    same: str | None = None
+    """The name of an array that both answers compute: the tour fails if its numbers differ."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ CHAPTERS = (
                 "field, image=image, mark=(3, 4)",
                 "The receptive field over the digit, 5 x 5 of 8 x 8 pixels, and in it the pixel in question.",
             ),
+            Question("photo", "And on a whole photograph, behind six convolutions, at what cost?", same="gradient"),
             Question(
                 "score",
                 "Which feature maps, and which single weight, drive the score of this digit?",
@@ -145,6 +150,8 @@ SETTINGS = {
 """Environment variables for small models: threads and an optimizing compiler make these slower. No logs either."""
 MESSAGE_LIMIT = 180
 """Characters of an error message that are shown."""
+SAME = 1e-5
+"""The largest difference of arrays that are the same, relative to their largest entry; they are in float32."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +207,27 @@ class Tour:
         usual = None
         if f"{question.key}: usual" in self._cells:
             usual = self._run(f"{question.key}: usual", catch=True)
-        return Answer(QUESTIONS.index(question) + 1, question, self._run(question.key), usual)
+        answer = Answer(QUESTIONS.index(question) + 1, question, self._run(question.key), usual)
+        check_same(answer)
+        return answer
 
     def _run(self, key: str, catch: bool = False) -> CellResult:
         return run_cell(key, self._cells[key], self._names, catch)
+
+
+def check_same(answer: Answer) -> None:
+    """Raise an error if both answers computed an array that is to be the same, and it differs."""
+    name = answer.question.same
+    if name is None or answer.usual is None:
+        return
+    if answer.usual.error is not None:
+        raise AssertionError(f"{answer.question.key!r} has no usual answer to compare with: {answer.usual.error}")
+    expected, given = (np.asarray(result.names[name], "float64") for result in (answer.usual, answer.ours))
+    if expected.shape != given.shape:
+        raise AssertionError(f"{name} of {answer.question.key!r} has shape {given.shape} instead of {expected.shape}")
+    error, largest = np.abs(given - expected).max(), np.abs(expected).max()
+    if not error <= SAME * largest:  # also where a number is NaN
+        raise AssertionError(f"{name} of {answer.question.key!r} is wrong by {error:.2g}, beside {largest:.2g}")
 
 
 def read_cells(framework: str) -> dict[str, str]:

@@ -334,9 +334,9 @@ class NarrowLinearization(TorchLinearization):
         index = torch.from_numpy(end.positions).to(stack.device)
         return stack.reshape(len(stack), -1).index_select(1, index)
 
-    def _make_vjp(self, y: Tensor, ends: Sequence[Any]) -> Sweep:
+    def _make_vjp(self, y: Tensor, ends: Sequence[Any], retain: bool = True) -> Sweep:
         edges = [edge for end in ends for edge in (end.edges if isinstance(end, _NarrowEnd) else [end])]
-        run = super()._make_vjp(y, edges)
+        run = super()._make_vjp(y, edges, retain)
 
         def sweep(seed: Tensor | None) -> Sequence[Tensor | None]:
             gradients = iter(run(seed))

@@ -292,6 +292,7 @@ class TorchWatcher(Watcher):
 
         @wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
+            self._looked = False  # what was looked at before are the gradients of the last step
             result = closure(*args, **kwargs)
             if not self._stopped:
                 self._look(at_step=True)
@@ -398,6 +399,12 @@ class TorchWatcher(Watcher):
             if before is not None and not math.isfinite(bad_float(NUMBERS.array(before)[bad.index])):
                 # Something has written to it through `.data`, which no version counts.
                 self._stop_at_parameter(bad, step, "before the step", partial(self._capture_update, optimizer))
+                return
+            bad_gradient = None if p.grad is None else _find_bad([(self._name(p), p.grad)])
+            if bad_gradient is not None:
+                evidence = ["it was written to after it was looked at, as by a hook of the optimizer"]
+                tripped = f"the gradient of {bad_gradient}"
+                self._stop(Hit(tripped, step, place=bad_gradient.place, evidence=evidence))
                 return
             settings = [f"{key} is {value!r}" for key, value in group.items() if type(value) in (float, tuple)]
             hit = Hit(
