@@ -20,6 +20,8 @@ from weakref import CallableProxyType, ProxyType, WeakKeyDictionary, WeakValueDi
 
 MAX_OBJECTS = 20_000
 """The most objects that are searched; of a function that reaches more, the rest is left out."""
+MAX_ITEMS = 200_000
+"""The most items of containers that are copied; a container that has more than are left is not looked into."""
 MAX_DEPTH = 4
 """The levels of nested containers that are searched for recorded tensors."""
 ATOMS = (
@@ -42,6 +44,7 @@ class ReachableState:
         """True once something was restored, as it held a recorded tensor."""
         self._seen: dict[int, Any] = {}
         self._saved: list[_Saved] = []
+        self._items = 0
         self._package = _package_of(roots[0])
         ahead = list(roots)
         while ahead and len(self._seen) < MAX_OBJECTS:
@@ -58,8 +61,10 @@ class ReachableState:
 
     def _look_into(self, x: Any) -> Iterable[Any]:
         """Save an object that can be changed, and return the objects that it holds."""
-        if isinstance(x, (dict, list, deque, set, tuple, frozenset)) and len(x) > MAX_OBJECTS:
-            return ()  # data, and no cache; to copy it on every read would take longer than the read
+        if isinstance(x, (dict, list, deque, set, tuple, frozenset)):
+            if self._items + len(x) > MAX_ITEMS:
+                return ()  # data, and no cache; to copy it on every read would take longer than the read
+            self._items += len(x)
         if isinstance(x, (dict, list, deque, set)):
             self._saved.append(_SavedContainer(x))
             return list(x.values()) if isinstance(x, dict) else list(x)
