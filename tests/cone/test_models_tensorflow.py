@@ -286,11 +286,12 @@ def test_layers_keep_nothing_of_a_recording():
     assert all(isinstance(y.numpy(), np.ndarray) for y in model.seen)
 
 
-def test_models_may_hold_their_layers_in_a_tuple():
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_models_get_the_variables_of_layers_in_a_tuple_or_list_by_a_read(kind: Any):
     class Stacked(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = layers.Conv2D(3, 3), layers.Conv2D(2, 3)
+            self.parts = kind([layers.Conv2D(3, 3), layers.Conv2D(2, 3)])
 
         def call(self, x: Any) -> Any:
             for layer in self.parts:
@@ -300,6 +301,10 @@ def test_models_may_hold_their_layers_in_a_tuple():
     model, x = Stacked(), image(9)
     by_cone, plain = (eg.grad(model, x, of="output[0, 2, 2, 1]", cone=cone) for cone in (True, False))
     np.testing.assert_allclose(by_cone, plain, rtol=1e-12)
+    other = Stacked()
+    large = eg.grad(other, image(200), of="output[0, 2, 2, 1]")
+    np.testing.assert_allclose(large, eg.grad(other, image(200), of="output[0, 2, 2, 1]", cone=False), rtol=1e-12)
+    assert Stacked()(x).shape == (1, 5, 5, 2)  # Keras can build the next model
 
 
 def test_maps_over_rows_are_followed():

@@ -22,6 +22,10 @@ class NoConeError(Exception):
     """A program that cannot be recorded, or not be run in parts; the message says why."""
 
 
+class UnbuiltError(NoConeError):
+    """A layer that gets its variables when it is run for the first time; it can be recorded afterwards."""
+
+
 @dataclass(eq=False)
 class ProgramValue:
     """A tensor of a recorded program: a constant, an input, or the result of an operation."""

@@ -373,6 +373,8 @@ class OpaqueTrace(Trace):
     """The derivative of a run of which no operation was seen, as when a framework has changed."""
 
     def __init__(self, backend: Backend, run: PartialCall, source: Tensor | None):
+        with backend.isolated(run.function):
+            run((lambda x: x) if source is None else source)  # for its own error, which a rule of its own may skip
         self._backend, self._linear = backend, backend.linearize(run, [source], False, 1)
         self.graph, self.numbers = OpGraph((), 0, 1, frozenset((0, 1))), Numbers(backend)
         self.source = self._linear.inputs[0] if source is None else source

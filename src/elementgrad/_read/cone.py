@@ -19,7 +19,7 @@ from elementgrad._cleanup import defer, scope
 from elementgrad._cone import cost
 from elementgrad._cone.backend import RecordedProgram
 from elementgrad._cone.boxes import Box, around, sizes, volume, whole
-from elementgrad._cone.plan import Cone, NoConeError, plan_need
+from elementgrad._cone.plan import Cone, NoConeError, UnbuiltError, plan_need
 from elementgrad._names.arguments import option_error
 from elementgrad._names.call import BoundCall, PartialCall, TensorRef
 from elementgrad._place.selection import Selection
@@ -43,9 +43,9 @@ def parse_cone(cone: Any) -> bool | None:
 
 
 def record(
-    call: BoundCall, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef], required: bool
+    call: BoundCall, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef], required: bool, is_built: bool = False
 ) -> "ConeLinearization | None":
-    """Record a function without running it.
+    """Record a function without running it; where its layers have no variables yet, after a run that makes them.
 
     Args:
         call: the function with its arguments.
@@ -53,6 +53,7 @@ def record(
         outputs: the tensors that were named in it.
         required: True to raise an error if it cannot be recorded; False to return None then, or if it has so many
             operations that the recording would take too long, or was recorded in vain before.
+        is_built: True if it has run, so that its layers have their variables.
     """
     backend = call.backend
     if not backend.records_programs:
@@ -75,6 +76,11 @@ def record(
             program = implementation.record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
     except NoConeError as error:
         refusal = error
+    if isinstance(refusal, UnbuiltError) and not is_built:
+        if memory is not None:
+            return None
+        _run_plainly(call, outputs)
+        return record(call, inputs, outputs, required, is_built=True)
     if refusal is not None:
         if memory is None:
             _raise_refusal(refusal, call, outputs)
@@ -92,9 +98,13 @@ def record(
 def _raise_refusal(refusal: NoConeError, call: BoundCall, outputs: Sequence[TensorRef]) -> NoReturn:
     """Raise the error of a required cone; where the function fails by itself, its own error."""
     if refusal.__cause__ is not None:
-        with call.backend.isolated(call.function):
-            call.run((), (), outputs)
+        _run_plainly(call, outputs)
     raise _refuse(str(refusal)) from refusal
+
+
+def _run_plainly(call: BoundCall, outputs: Sequence[TensorRef]) -> None:
+    with call.backend.isolated(call.function):
+        call.run((), (), outputs)
 
 
 def _refuse(why: str) -> FrameworkError:

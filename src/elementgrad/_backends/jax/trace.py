@@ -207,24 +207,31 @@ class JaxOpRecorder(core.Trace):
     def process_shard_map(self, primitive: Any, function: Any, tracers: Sequence[Any], /, **params: Any) -> Any:
         """Run what several devices do, as one operation."""
         site = call_site(current().traceback)
-        program, staged = self._stage("process_shard_map", primitive, [function], tracers, params)
+        program, structure = self._stage("process_shard_map", primitive, [function], tracers, params)
         with core.eval_context():
             results = self._run_program(program, tracers, site, False)
-        return staged.update(results) if hasattr(staged, "update") else results  # a list before JAX 0.10
+        return results if structure is None else structure.update(results)
 
     def _stage(
         self, process: str, primitive: Any, functions: Sequence[Any], tracers: Sequence[Any], params: Any
     ) -> tuple[Any, Any]:
-        """Return the program of functions that can be called only once, and what JAX returned while it was traced."""
-        staged: list[Any] = []
+        """Return the program of functions that can be called only once, and the structure that JAX wants back.
 
-        def stage(*xs: Any) -> list[Any]:
+        That is a tree without its values, or None where JAX wants a list.
+        """
+        structures: list[Any] = [None]
+
+        def stage(*xs: Any) -> Any:
             with core.take_current_trace() as trace:
-                staged.append(getattr(trace, process)(primitive, *functions, xs, **params))
-            return list(staged[0])
+                results = getattr(trace, process)(primitive, *functions, xs, **params)
+            if not hasattr(results, "update"):
+                return results
+            values = list(results)
+            structures.append(results.update([None] * len(values)))  # the traced values must not outlive the trace
+            return values
 
         with core.eval_context():
-            return jax.make_jaxpr(stage)(*map(value_of, tracers)), staged[0]
+            return jax.make_jaxpr(stage)(*map(value_of, tracers)), structures[-1]
 
     def _run_program(self, program: Any, operands: Sequence[Any], site: CallSite, users: bool) -> list[Any]:
         """Run a program one operation at a time; those of a function of JAX's own all belong to its call site."""

@@ -7,17 +7,29 @@ from elementgrad._backends.tensorflow.names import run_before_layers
 from elementgrad._cleanup import defer
 
 
-def restore_layers() -> None:
-    """Restore the attributes of all layers that are called from now on, when the innermost open scope is left."""
+def restore_layers(see: Callable[[Any], None]) -> None:
+    """Restore the attributes of all layers that are called from now on, when the innermost open scope is left.
+
+    `see` is called with each layer first.
+    """
     undos: dict[int, Callable[[], None]] = {}
 
     def save(layer: Any) -> None:
+        see(layer)
         # A layer that is built by the call keeps what building it made.
         if id(layer) not in undos and layer.built:
             undos[id(layer)] = _make_undo(layer)
 
     defer(_undo_all, undos)
     run_before_layers(save)
+
+
+def holds_unbuilt_layers(layer: Any) -> bool:
+    """Return True for a layer whose first run makes the variables of layers inside of it.
+
+    In a graph Keras makes them only in part, and no other model can be built in that process from then on.
+    """
+    return not layer.built and any(not inner.built for inner in layer._flatten_layers(include_self=False))
 
 
 def _undo_all(undos: dict[int, Callable[[], None]]) -> None:

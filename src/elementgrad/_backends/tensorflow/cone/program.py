@@ -21,14 +21,14 @@ from elementgrad._backends.tensorflow._compat import (
 )
 from elementgrad._backends.tensorflow.autodiff import copy_tensor, may_leave_unfinished, run_functions_as_python
 from elementgrad._backends.tensorflow.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
-from elementgrad._backends.tensorflow.cone.layer_state import restore_layers
+from elementgrad._backends.tensorflow.cone.layer_state import holds_unbuilt_layers, restore_layers
 from elementgrad._backends.tensorflow.cone.rules import GraphCall, TensorflowCall, cut, find_rule
 from elementgrad._backends.tensorflow.graph_ops import see_operations, static_shape
 from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
 from elementgrad._cone.boxes import sizes, whole
-from elementgrad._cone.plan import Cone, NoConeError, ProgramOp, ProgramValue
+from elementgrad._cone.plan import Cone, NoConeError, ProgramOp, ProgramValue, UnbuiltError
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
@@ -144,7 +144,7 @@ def _count_ops() -> int:
 
 
 class _GivenUpError(BaseException):
-    """Raised to leave a function that has too many operations, past handlers of the user's errors."""
+    """Raised to leave a function that cannot be recorded, past handlers of the user's errors."""
 
 
 class _Trace:
@@ -158,15 +158,18 @@ class _Trace:
         self.calls: Calls = {}
         self._seen = 0
         self._gave_up = False
+        self._unbuilt = ""
         try:
             with isolated(), without_log(), scope():
-                restore_layers()
+                restore_layers(self._see_layer)
                 _patch.enter()
                 assign(_local, "calls", self.calls)
                 self.function = tf.compat.v1.wrap_function(self._trace, [])
         except (_GivenUpError, Exception):
-            if not self._gave_up:
+            if not self._gave_up and not self._unbuilt:
                 raise
+        if self._unbuilt:
+            raise UnbuiltError(f"the variables of {self._unbuilt} are made in each of its runs")
         if self._gave_up:  # also where the user's code caught it
             raise NoConeError(f"the function has more than {limit} operations for its size")
         self.graph = self.function.graph
@@ -188,6 +191,11 @@ class _Trace:
                 see_operations(self._count)
             self.outputs = [tf.convert_to_tensor(y) for y in self._run(*arguments)]
         return self.outputs
+
+    def _see_layer(self, layer: Any) -> None:
+        if holds_unbuilt_layers(layer):
+            self._unbuilt = layer.name
+            raise _GivenUpError
 
     def _count(self, *_: Any, **__: Any) -> None:
         """Leave the function once it has too many operations. This is done once, as its code may catch it and go on."""
