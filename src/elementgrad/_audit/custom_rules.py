@@ -33,7 +33,7 @@ GRID = 16
 WIDEST = 4
 """The intervals that are searched: those in which the values move the most."""
 HALVINGS = 60
-"""How often an interval is halved, unless its values turn out to move evenly."""
+"""The halvings of an interval, unless its values turn out to move evenly."""
 FIRST_HALVINGS = 8
 """The halvings after which they do, if the part that is left moves no more than twice its share of the interval."""
 VISIBLE = 16.0

@@ -66,7 +66,7 @@ class _ThreadState(threading.local):
     pauses: int = 0
     """Number of `pause_recording` blocks that the thread is in."""
     applying: str = ""
-    """What PyTorch, in C, now looks up for a function that it applies: nothing yet, `PLAIN` or `PASSING`."""
+    """The next lookup of PyTorch, in C, for a function that it applies: none yet, `PLAIN` or `PASSING`."""
     applied: Any = None
     """The class of that function."""
     returns_one: bool = False
