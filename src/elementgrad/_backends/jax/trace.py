@@ -192,10 +192,14 @@ class JaxOpRecorder(core.Trace):
         self, process: str, primitive: Any, functions: Sequence[Any], tracers: Sequence[Any], params: Any
     ) -> Any:
         """Run a function with a derivative of its own."""
+
+        def take(trace: Any, xs: Any) -> Any:
+            return getattr(trace, process)(primitive, *functions, xs, **params)
+
         site = call_site(current().traceback)
         program = None
         try:
-            program, _ = self._stage(process, primitive, functions, tracers, params)
+            program, _ = self._stage(take, tracers)
         except jax.errors.JAXTypeError:  # it looks at its values: its operations are recorded, and not its rule
             self.differs = True
         if program is None:
@@ -205,25 +209,32 @@ class JaxOpRecorder(core.Trace):
             return self._run_program(program, tracers, site, False)
 
     def process_shard_map(self, primitive: Any, function: Any, tracers: Sequence[Any], /, **params: Any) -> Any:
-        """Run what several devices do, as one operation."""
+        return self._run_on_devices(
+            lambda trace, xs: trace.process_shard_map(primitive, function, xs, **params), tracers
+        )
+
+    def process_map(self, primitive: Any, function: Any, tracers: Sequence[Any], params: Any, /) -> Any:
+        """Run `pmap` as versions of JAX have it in which it is no `shard_map`."""
+        return self._run_on_devices(lambda trace, xs: trace.process_map(primitive, function, xs, params), tracers)
+
+    def _run_on_devices(self, process: Callable[[Any, Any], Any], tracers: Sequence[Any]) -> Any:
+        """Run a function on several devices, as one operation."""
         site = call_site(current().traceback)
-        program, structure = self._stage("process_shard_map", primitive, [function], tracers, params)
+        program, structure = self._stage(process, tracers)
         with core.eval_context():
             results = self._run_program(program, tracers, site, False)
         return results if structure is None else structure.update(results)
 
-    def _stage(
-        self, process: str, primitive: Any, functions: Sequence[Any], tracers: Sequence[Any], params: Any
-    ) -> tuple[Any, Any]:
+    def _stage(self, process: Callable[[Any, Any], Any], tracers: Sequence[Any]) -> tuple[Any, Any]:
         """Return the program of functions that can be called only once, and the structure that JAX wants back.
 
-        That is a tree without its values, or None where JAX wants a list.
+        `process` has a trace take the functions in. The structure is a tree without its values, or None for a list.
         """
         structures: list[Any] = [None]
 
         def stage(*xs: Any) -> Any:
             with core.take_current_trace() as trace:
-                results = getattr(trace, process)(primitive, *functions, xs, **params)
+                results = process(trace, xs)
             if not hasattr(results, "update"):
                 return results
             values = list(results)

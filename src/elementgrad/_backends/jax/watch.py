@@ -7,8 +7,7 @@ search for the first bad number needs no backward.
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
-from types import FunctionType
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -165,13 +164,19 @@ def _plain_name(stack: str) -> str:
 def _without_donation(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function inside of a jitted step, which donates nothing.
 
-    That inside of `pmap`, which returns a plain function, needs its axis, and cannot be called alone.
+    That inside of `pmap` needs its axis, and cannot be called alone.
     """
     return getattr(step, "__wrapped__", step) if hasattr(step, "lower") and not _is_pmapped(step) else step
 
 
 def _is_pmapped(step: Any) -> bool:
-    return isinstance(step, FunctionType) and hasattr(step, "lower")
+    return isinstance(step, _pmapped_type()) and hasattr(step, "lower")
+
+
+@cache
+def _pmapped_type() -> type:
+    """Return the type that `pmap` returns, which is a plain function in newer versions."""
+    return type(jax.pmap(lambda x: x))
 
 
 def _named_arguments(step: Any, args: Any, kwargs: Any) -> list[tuple[str, str, Any]]:
